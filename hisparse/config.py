@@ -1,0 +1,248 @@
+"""Configuration: one frozen pydantic object, from YAML, environment and keywords."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hisparse.errors import ConfigError
+from hisparse.layout import KVCacheLayout, ModelShape
+
+GIB = 1 << 30
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(_Section):
+    """Which checkpoint to serve and how to run it."""
+
+    path: str = Field(description="Directory of a Hugging Face DSA checkpoint, or 'recall' for the bundled one.")
+    name: str | None = Field(None, description="Name in the API; default: the directory's name.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Weights, activations and KV rows.")
+    device: Literal["cpu"] = Field("cpu", description="Compute device.")
+    max_model_len: int = Field(8192, ge=2, description="Longest prompt + output of one request, in tokens.")
+
+
+class CacheConfig(_Section):
+    """The two pools and how the device pool is used as a write-back cache of the host pool. Sizes are per replica."""
+
+    enabled: bool = Field(True, description="False: an ordinary device-only cache; no host pool, no command, no hot region.")
+    block_size: int = Field(64, description="Tokens per page: a power of two in 4..64.")
+    device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
+    host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
+    host_pool: Literal["auto", "shared", "private"] = Field("auto", description="auto: shared under Ray, private without.")
+    hot_rows: int | None = Field(None, ge=1, description="Rows of a hot region per request; default 3 * top_k + a page.")
+    hot_rows_max: int | None = Field(None, ge=1, description="Limit of elastic growth; default 4 * hot_rows, <= 32,768.")
+    watermark: float = Field(0.1, gt=0, lt=1, description="Share of the device pool below which requests go hot.")
+    prefix_cache: bool = Field(True, description="Reuse published host pages and cached indexer pages.")
+    host_reserve_tokens: int = Field(1024, ge=0, description="Output tokens whose host pages admission reserves.")
+    host_reservation: Literal["window", "full"] = Field("window", description="full: reserve all of max_tokens.")
+    offload_indexer: bool = Field(True, description="Keep indexer pages in a host store so that preemption is cheap.")
+    transfer_deadline_s: float = Field(30.0, gt=0, description="A copy without completion fails its worker after this.")
+
+    @model_validator(mode="after")
+    def _check_block_size(self) -> CacheConfig:
+        if self.block_size not in (4, 8, 16, 32, 64):
+            raise ValueError(f"block_size must be a power of two in 4..64 tokens, got {self.block_size}")
+        return self
+
+
+class SchedulerConfig(_Section):
+    """Continuous batching."""
+
+    max_num_seqs: int = Field(16, ge=1, description="Requests running at once (seats).")
+    prefill_chunk_tokens: int = Field(512, ge=1, description="Most prompt tokens of one request in one step.")
+    max_step_tokens: int = Field(1024, ge=1, description="Most tokens of all requests in one step.")
+    max_waiting: int = Field(1024, ge=1, description="Requests that may queue; more are refused with 429.")
+
+    @model_validator(mode="after")
+    def _check_chunk(self) -> SchedulerConfig:
+        if self.prefill_chunk_tokens > self.max_step_tokens:
+            raise ValueError(
+                f"prefill_chunk_tokens ({self.prefill_chunk_tokens}) must not exceed max_step_tokens ({self.max_step_tokens})"
+            )
+        return self
+
+
+class PDConfig(_Section):
+    """Prefill/decode disaggregation. Durations in seconds."""
+
+    role: Literal["colocated", "prefill", "decode"] = "colocated"
+    lease_s: float = Field(30.0, gt=0, description="How long prefill holds pages without a heartbeat.")
+    transfer_deadline_s: float = Field(20.0, gt=0, description="An import without completion fails after this.")
+    staging_slots: int = Field(4, ge=1, description="Slots of the staging pool for HOST landings.")
+    staging_slot_pages: int = Field(8, ge=1, description="Whole pages per staging slot.")
+    landing_path: Literal["staged", "direct"] = "staged"
+    verify: Literal["off", "checksum"] = "off"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    max_retries: int = Field(3, ge=0, description="Prefill retries before the first token.")
+    transport: Literal["nixl", "loopback"] = "nixl"
+
+
+class ServeConfig(_Section):
+    """The Ray Serve app."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
+    decode_replicas: int = Field(1, ge=1)
+    request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    api_keys: tuple[str, ...] = ()
+
+
+class HiSparseConfig(_Section):
+    """Everything. `prefill` overrides sections for prefill engines (e.g. a larger device pool)."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()  # type: ignore[call-arg]
+    scheduler: SchedulerConfig = SchedulerConfig()  # type: ignore[call-arg]
+    tensor_parallel_size: int = Field(1, ge=1, le=8)
+    pd: PDConfig = PDConfig()  # type: ignore[call-arg]
+    serve: ServeConfig = ServeConfig()  # type: ignore[call-arg]
+    prefill: dict[str, Any] = Field(default_factory=dict, description="Sections that differ on prefill engines.")
+
+    def for_role(self, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
+        """This configuration as one engine of the given role uses it."""
+        data = self.model_dump()
+        if role == "prefill":
+            data = _merge(data, self.prefill)
+        data["pd"]["role"] = role
+        data["prefill"] = {}
+        return load_config(data)
+
+
+def load_config(source: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None,
+                environ: dict[str, str] | None = None) -> HiSparseConfig:
+    """Resolves YAML file or dictionary, then `HISPARSE_SECTION__FIELD` variables, then keyword overrides.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or impossible value; names path, value and limit.
+    """
+    if isinstance(source, dict):
+        data: Any = source
+    else:
+        try:
+            data = yaml.safe_load(Path(source).read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {source}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"the configuration must be a mapping of sections, got {type(data).__name__}")
+    data = _merge(data, _from_environ(dict(os.environ) if environ is None else environ))
+    data = _merge(data, overrides or {})
+    try:
+        return HiSparseConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
+
+
+def explain(error: ValidationError) -> str:
+    """One line per problem: path, message, value given."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "configuration"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "unknown key; remove it or fix its spelling"
+        lines.append(f"{path}: {message} (got {item['input']!r})" if item["type"] != "missing" else f"{path}: {message}")
+    return "invalid configuration:\n  " + "\n  ".join(lines)
+
+
+def hot_rows(config: CacheConfig, layout: KVCacheLayout) -> int:
+    """Rows a hot region starts with: whole pages, at least top_k, default 3 * top_k + a page."""
+    top_k, page = layout.shape.top_k, layout.block_size
+    rows = config.hot_rows if config.hot_rows is not None else 3 * top_k + page
+    if rows < top_k:
+        raise ConfigError(f"cache.hot_rows must be at least top_k = {top_k} rows of this model, got {rows}")
+    rows = math.ceil(rows / page) * page
+    if rows > 32768:
+        raise ConfigError(f"cache.hot_rows must be at most 32768 rows, got {rows}; lower it")
+    return rows
+
+
+def hot_rows_max(config: CacheConfig, layout: KVCacheLayout) -> int:
+    """Rows a hot region may grow to, in whole pages."""
+    start = hot_rows(config, layout)
+    limit = config.hot_rows_max if config.hot_rows_max is not None else min(4 * start, 32768)
+    limit = limit // layout.block_size * layout.block_size
+    if not start <= limit <= 32768:
+        raise ConfigError(f"cache.hot_rows_max must be in {start}..32768 (hot_rows..limit), got {limit}")
+    return limit
+
+
+def host_blocks(config: CacheConfig, layout: KVCacheLayout, max_model_len: int) -> int:
+    """Host pages of the pool incl. its null block; at least one longest request and two more.
+
+    Raises:
+        ConfigError: the pool is too small, with the numbers.
+    """
+    if not config.enabled:
+        return 0
+    got = layout.host_blocks_in(int(config.host_pool_gib * GIB))
+    need = layout.pages(max_model_len) + 2
+    if got < need:
+        raise ConfigError(
+            f"cache.host_pool_gib = {config.host_pool_gib} holds {got} host pages of {layout.host_block_bytes} bytes, but "
+            f"model.max_model_len = {max_model_len} needs at least {need}; raise host_pool_gib to "
+            f"{need * layout.host_block_bytes / GIB:.3f} or lower max_model_len"
+        )
+    return got
+
+
+def model_path(config: ModelConfig) -> Path:
+    """Directory of the checkpoint; 'recall' is the bundled one."""
+    if config.path == "recall":
+        from hisparse.checkpoints import recall_checkpoint
+
+        return recall_checkpoint()
+    path = Path(config.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path: no checkpoint at {path} (config.json not found); give a local directory or 'recall'")
+    return path
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """Reads the checkpoint's config.json. Raises ConfigError when it is not a DSA checkpoint or max_model_len too long."""
+    import json
+
+    path = model_path(config)
+    try:
+        data = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path / 'config.json'} is not valid JSON: {error}") from error
+    shape = ModelShape.from_hf_config(data)
+    if config.max_model_len > shape.max_positions:
+        raise ConfigError(
+            f"model.max_model_len = {config.max_model_len} exceeds the checkpoint's max_position_embeddings = "
+            f"{shape.max_positions}; lower it"
+        )
+    return shape
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in top.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def _from_environ(environ: dict[str, str]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in environ.items():
+        if not name.startswith("HISPARSE_") or "__" not in name:
+            continue
+        node = out
+        *sections, leaf = name.removeprefix("HISPARSE_").lower().split("__")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = yaml.safe_load(value)
+    return out
