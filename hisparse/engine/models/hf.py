@@ -1,0 +1,234 @@
+"""A Hugging Face DSA model whose KV lives in hisparse: three hooks, the modelling code itself untouched.
+
+1. The cache's layers append latent rows through `HiSparseCacheHandle` and return themselves instead of tensors.
+2. `expand_kv` is the identity, so that the "keys" and "values" attention gets are that layer object.
+3. The attention function "hisparse" works in latent space (absorbed MLA) and calls `handle.attend` with the top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
+
+from hisparse.config import ModelConfig, model_path, model_shape
+from hisparse.engine.models.seams import attention_layers, cache_argument, check_seams, seam_error
+from hisparse.engine.parallel import HeadParallel, check_heads
+from hisparse.errors import ConfigError, InvariantError
+from hisparse.layout import ModelShape
+
+if TYPE_CHECKING:
+    from hisparse.worker.batch import RowBatch
+    from hisparse.worker.handle import HiSparseCacheHandle
+    from hisparse.worker.indexer_pages import IndexerPages
+
+ATTENTION = "hisparse"
+_ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
+
+
+@dataclass(slots=True)
+class _Forward:
+    """What the hooks need to know of the forward in progress. Written by `DSAModel.forward`, read by the hooks.
+
+    Attributes:
+        seats: int32 [B], the seat of each sequence. num_keys: T, keys per sequence incl. padding.
+        chosen / selected: the indexer's tensor of this index group, and the same as int32 [n, k] with -1 where masked.
+    """
+
+    batch: RowBatch
+    seats: Tensor
+    num_keys: int
+    chosen: Tensor | None = None
+    selected: Tensor | None = None
+
+    def select(self, indices: Tensor) -> Tensor:
+        """HF fills up with masked positions when fewer than top_k exist: those are at or beyond the query's end."""
+        if self.chosen is not indices:
+            flat = indices.reshape(-1, indices.shape[-1])
+            self.selected = flat.masked_fill(flat > self.batch.positions[:, None], -1)
+            self.chosen = indices
+        assert self.selected is not None
+        return self.selected
+
+
+class HandleLayer(CacheLayerMixin):
+    """One layer of the cache that HF sees: no tensors, only the way to our pages."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, handle: HiSparseCacheHandle, indexer: IndexerPages, indexer_idx: int | None,
+                 attention: nn.Module, parallel: HeadParallel) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.handle = handle
+        self.forward: _Forward | None = None
+        self.parallel = parallel
+        self._indexer = indexer
+        self._indexer_idx = indexer_idx
+        nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
+        self.nope_dim, self.rope_dim, self.latent_dim = nope, rope, attention.kv_lora_rank
+        num_heads = attention.kv_b_proj.weight.shape[0] // (nope + value)
+        self.heads = parallel.heads(num_heads)
+        weight = attention.kv_b_proj.weight.detach().view(num_heads, nope + value, self.latent_dim)[self.heads]
+        self.key_weight, self.value_weight = weight[:, :nope], weight[:, nope:]  # views [heads, nope | value, latent]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Appends latents [B, 1, S, latent] and rope keys [B, 1, S, rope]; returns the layer in place of both."""
+        if key_states.shape[1] != 1 or key_states.shape[-1] != self.latent_dim or value_states.shape[-1] != self.rope_dim:
+            raise seam_error(
+                f"Cache.update got {tuple(key_states.shape)} and {tuple(value_states.shape)}, expected latents "
+                f"[B, 1, S, {self.latent_dim}] and rope keys [B, 1, S, {self.rope_dim}]"
+            )
+        rows = torch.cat([key_states, value_states], dim=-1).flatten(0, 2)
+        self.handle.append(rows, self._now.batch)
+        return self, self
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Writes keys [B, S, D] to indexer pages; returns those of the whole context, [B, T, D], padded."""
+        now = self._now
+        if self._indexer_idx is None:
+            raise InvariantError("a layer that shares another layer's top-k was asked to store indexer keys")
+        self._indexer.write(self._indexer_idx, indexer_key_states.flatten(0, 1), now.batch)
+        return self._indexer.gather(self._indexer_idx, now.seats, now.num_keys)
+
+    def attend(self, query: Tensor, indices: Tensor, scaling: float) -> Tensor:
+        """Absorbed MLA. query [B, H, S, nope + rope], indices int32 [B, S, k] -> [B, S, H, value]."""
+        now = self._now
+        size, _, length, _ = query.shape
+        mine = query[:, self.heads].transpose(1, 2).flatten(0, 1)  # [n, heads, nope + rope]
+        nope, rope = mine.split([self.nope_dim, self.rope_dim], dim=-1)
+        latent = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
+        mixed = self.handle.attend(torch.cat([latent, rope], dim=-1), now.select(indices), now.batch, scaling)
+        mixed = mixed.to(query.dtype)
+        values = torch.bmm(mixed.transpose(0, 1), self.value_weight.transpose(1, 2)).transpose(0, 1)
+        return self.parallel.gather_heads(values).unflatten(0, (size, length))
+
+    @property
+    def _now(self) -> _Forward:
+        if self.forward is None:
+            raise InvariantError("the cache was used outside DSAModel.forward")
+        return self.forward
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate."""
+
+    def get_seq_length(self) -> int:
+        return 0 if self.forward is None else self.forward.num_keys
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._now.num_keys, 0
+
+
+def _attention(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float,
+               dropout: float = 0.0, indices: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """The function HF calls for `attn_implementation="hisparse"`; `key` is a `HandleLayer`."""
+    if not isinstance(key, HandleLayer) or indices is None:
+        raise seam_error("attention got " + ("no `indices`" if indices is None else f"{type(key).__name__} as keys"))
+    return key.attend(query, indices, scaling), None
+
+
+def _identity(latent: Any, rope: Any) -> tuple[Any, Any]:
+    return latent, rope
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class DSAModel:
+    """A loaded model bound to one rank's handles. Not thread-safe: one forward at a time.
+
+    Args:
+        network: from `load_network`. handles: one per layer. indexer: keys of the layers that own an indexer.
+    """
+
+    def __init__(self, network: nn.Module, shape: ModelShape, handles: Sequence[HiSparseCacheHandle],
+                 indexer: IndexerPages, parallel: HeadParallel | None = None) -> None:
+        check_seams(network)
+        attentions = attention_layers(network)
+        if not len(attentions) == len(handles) == shape.num_layers:
+            raise ConfigError(f"{len(attentions)} layers, {len(handles)} handles, config.json says {shape.num_layers}")
+        leaders = [group.leader for group in shape.index_groups]
+        for layer, attention in enumerate(attentions):
+            if (attention.indexer is not None) != (layer in leaders):
+                raise ConfigError(f"layer {layer}: transformers and config.json disagree on who owns an indexer")
+        self.network, self.shape = network, shape
+        self._layers = [
+            HandleLayer(handle, indexer, leaders.index(i) if i in leaders else None, attention,
+                        parallel or HeadParallel())
+            for i, (handle, attention) in enumerate(zip(handles, attentions))
+        ]
+        self._cache = Cache(layers=list(self._layers))
+        self._cache_argument = cache_argument(network)
+        network.set_attn_implementation(ATTENTION)
+        for attention in attentions:
+            attention.expand_kv = _identity
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, seats: Tensor, batch: RowBatch) -> Tensor:
+        """Runs the decoder over B sequences of S tokens each; writes their rows and indexer keys as `batch` says.
+
+        Args:
+            token_ids, positions: int64 [B, S]; `batch` holds the same rows, flattened. seats: int32 [B].
+        Returns:
+            Hidden states [B, S, hidden] after the last norm.
+        """
+        num_keys = int(positions.max()) + 1
+        allowed = torch.arange(num_keys) <= positions[:, None, :, None]  # [B, 1, S, T]
+        now = _Forward(batch=batch, seats=seats, num_keys=num_keys)
+        for layer in self._layers:
+            layer.forward = now
+        try:
+            return self.network.model(  # type: ignore[union-attr, operator]
+                input_ids=token_ids, position_ids=positions, use_cache=True,
+                attention_mask={"indexed_attention": allowed, "deepseek_sparse_attention": allowed},
+                **{self._cache_argument: self._cache},
+            ).last_hidden_state
+        finally:
+            for layer in self._layers:
+                layer.forward = None
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> float32 [n, vocab]."""
+        return self.network.lm_head(hidden).float()  # type: ignore[union-attr, operator]
+
+
+def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[nn.Module, ModelShape]:
+    """Loads the checkpoint's weights with transformers, from local files only, in `config.dtype`.
+
+    Returns:
+        The unmodified network in eval mode, and what the cache needs to know of it.
+    Raises:
+        ConfigError: not a DSA checkpoint, weights missing or unreadable, this transformers has other seams, or the
+            attention heads cannot be split over `num_ranks`.
+    """
+    shape = model_shape(config)
+    check_heads(shape.num_heads, num_ranks)
+    path = model_path(config)
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"model.path: transformers cannot load {path}: {error}") from error
+    if type(network).__name__ not in _ARCHITECTURES:
+        raise ConfigError(f"model.path: {path} is a {type(network).__name__}, supported are {', '.join(_ARCHITECTURES)}")
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"model.path: {path} lacks {len(missing)} weights, e.g. {missing[0]}; transformers would fill them with "
+            "random numbers"
+        )
+    check_seams(network)
+    return network.eval().requires_grad_(False), shape
