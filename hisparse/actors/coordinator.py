@@ -1,0 +1,187 @@
+"""The coordinator actor of one engine: an async front of the engine loop. Its event loop never waits for a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from hisparse.actors.engine_loop import Core, EngineLoop
+from hisparse.errors import EngineDeadError, InvariantError, RequestError
+from hisparse.types import FinishReason, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One request as an engine takes it. See `EngineCore.add_request`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str | None = None
+    priority: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    do_remote_decode: bool = False
+
+
+def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two increments of one request, in order, as one."""
+    return RequestOutput(
+        request_id=first.request_id,
+        new_token_ids=first.new_token_ids + second.new_token_ids,
+        new_text=first.new_text + second.new_text,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        error=second.error,
+        stats=second.stats,
+        kv_transfer_params=second.kv_transfer_params,
+    )
+
+
+class _Streams:
+    """Outputs of open requests on their way from the loop's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, request_id: str) -> asyncio.Queue[RequestOutput]:
+        self._loop = asyncio.get_running_loop()
+        if request_id in self._queues:
+            raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
+        return self._queues.setdefault(request_id, asyncio.Queue())
+
+    def close(self, request_id: str) -> None:
+        self._queues.pop(request_id, None)
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """On the engine loop's thread."""
+        if outputs and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._route, outputs)
+
+    def fail(self, reason: str) -> None:
+        """Ends every open request; on the engine loop's thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _route(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            queue = self._queues.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+    def _fail(self, reason: str) -> None:
+        for request_id, queue in self._queues.items():
+            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason))
+
+
+class CoordinatorActor:
+    """One per engine. `build(*args)` makes the core inside the actor's process.
+
+    Args:
+        stall_s: a loop without a turn for so long is unhealthy.
+    """
+
+    def __init__(self, build: Callable[..., Core], *args: Any, stall_s: float = 60.0) -> None:
+        self._streams = _Streams()
+        self._engine = EngineLoop(build(*args), self._deliver, stall_s=stall_s)
+        self._engine.start()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        self._streams.deliver(outputs)
+        if self._engine.dead is not None:
+            self._streams.fail(self._engine.dead)
+
+    async def ready(self) -> int:
+        """Answers once the engine runs; the process id."""
+        return os.getpid()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """Adds the request and yields its increments; the last one has a finish reason.
+
+        Increments that wait already are merged into one. Whoever stops listening early aborts the request.
+
+        Raises:
+            RequestError: refused; nothing was kept.
+            EngineDeadError: the engine has failed.
+        """
+        queue = self._streams.open(request.request_id)
+        finished = added = False
+        try:
+            await self._call(lambda core: core.add_request(
+                request.request_id, request.prompt_token_ids, request.sampling, cache_salt=request.cache_salt,
+                priority=request.priority, kv_transfer_params=request.kv_transfer_params,
+                do_remote_decode=request.do_remote_decode,
+            ))
+            added = True
+            while not finished:
+                output = await queue.get()
+                while output.finish_reason is None and not queue.empty():
+                    output = merge(output, queue.get_nowait())
+                finished = output.finish_reason is not None
+                yield output
+        except asyncio.CancelledError:
+            added = True  # the call may still run
+            raise
+        finally:
+            self._streams.close(request.request_id)
+            if added and not finished:
+                self._engine.call(lambda core: core.abort(request.request_id))
+
+    async def complete(self, request: EngineRequest) -> RequestOutput:
+        """The whole output at once; for prefill engines, whose last increment has `kv_transfer_params`."""
+        whole: RequestOutput | None = None
+        async for output in self.generate(request):
+            whole = output if whole is None else merge(whole, output)
+        if whole is None:
+            raise InvariantError(f"request {request.request_id} ended without an output")
+        return whole
+
+    async def abort(self, request_id: str) -> None:
+        """Stops a request, whoever listens; unknown ids are ignored. Its listener gets a final output."""
+        try:
+            await self._call(lambda core: core.abort(request_id))
+        except EngineDeadError:
+            logger.debug("abort of %s: the engine is dead", request_id)
+
+    async def stats(self, check: bool = False) -> dict[str, Any]:
+        """Gauges, counters and health; with `check`, also the outcome of the conservation laws ("ok" or what broke)."""
+        health = self._engine.health()
+        report: dict[str, Any] = {"pid": os.getpid(), "health": asdict(health)}
+        if self._engine.dead is None:
+            report |= await self._call(lambda core: core.stats().asdict())
+            if check:
+                report["check"] = await self._call(_check)
+        return report
+
+    async def check(self) -> None:
+        """Raises InvariantError unless every account of the engine is consistent."""
+        await self._call(lambda core: core.check())
+
+    async def health(self) -> dict[str, Any]:
+        """From the loop's turn counter; never waits for a step."""
+        return asdict(self._engine.health())
+
+    async def shutdown(self, timeout_s: float = 10.0) -> bool:
+        """Aborts what is open and ends the loop; True when it ended in time."""
+        return await asyncio.to_thread(self._engine.stop, timeout_s)
+
+    async def _call(self, function: Callable[[Core], T]) -> T:
+        future: Future[T] = self._engine.call(function)
+        return await asyncio.wrap_future(future)
+
+
+def _check(core: Core) -> str:
+    try:
+        core.check()
+    except InvariantError as error:
+        return str(error)
+    return "ok"
