@@ -1,0 +1,387 @@
+"""The engine: requests in, tokens out, one step at a time. Synchronous and single-threaded; no Ray, no NIXL.
+
+`EngineCore` joins the scheduler, the cache manager with its coordinator, the scheduler halves of the connectors and an
+executor that runs each step on every rank. Who calls `step()` in a loop (an actor, a test, a script) is not its concern.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from hisparse.cache.kv_cache_manager import KVCacheManager
+from hisparse.cache.prefix import ExtraKeys
+from hisparse.config import HiSparseConfig, host_blocks, model_shape
+from hisparse.connector.base import LoadEvents, RemoteDecode, RemotePrefill, SchedulerConnector
+from hisparse.connector.hisparse import HiSparseConnectorScheduler
+from hisparse.connector.multi import MultiSchedulerConnector
+from hisparse.connector.offloading import OffloadingScheduler
+from hisparse.engine.detokenizer import Detokenizer
+from hisparse.engine.executor import Executor
+from hisparse.engine.request import Request, RequestState
+from hisparse.engine.scheduler import Scheduler
+from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
+from hisparse.layout import KVCacheLayout
+from hisparse.types import (
+    FinishReason,
+    RequestOutput,
+    ResolveStats,
+    SampledToken,
+    SamplingParams,
+    ScheduledChunk,
+    StepCommand,
+    StepResult,
+)
+
+STEP_TIMEOUT_S = 300.0
+
+
+class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
+    """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
+
+    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer; None disables text."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges now and counters since start."""
+
+    engine_id: str
+    role: str
+    steps: int
+    running: int
+    waiting: int
+    loading: int
+    held: int
+    finished: int
+    preemptions: int
+    admissions: int
+    resident_landings: int
+    host_landings: int
+    import_failures: int
+    indexer_loads: int
+    local_prefill_tokens: int
+    generated_tokens: int
+    resolve: ResolveStats
+    cache: dict[str, Any]
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class EngineCore:
+    """Owns every logical decision of one replica.
+
+    Args:
+        executor: runs steps on every rank; its ranks use the same configuration.
+        engine_id: distinct per replica. incarnation: 64-bit, distinct per start.
+        pd: scheduler half of the P/D connector, for roles prefill and decode.
+        tokenizer: for text, stop strings and end-of-sequence ids; None = token ids only.
+    """
+
+    def __init__(self, config: HiSparseConfig, executor: Executor, *, engine_id: str, incarnation: int,
+                 num_host_writers: int = 1, pd: PDConnector | None = None, tokenizer: Tokenizer | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.executor, self.engine_id, self.pd = config, executor, engine_id, pd
+        self.tokenizer = tokenizer
+        shape = model_shape(config.model)
+        self.layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype)
+        role = config.pd.role
+        if (pd is None) != (role == "colocated"):
+            raise ConfigError(f"pd.role = {role} needs {'no' if role == 'colocated' else 'a'} P/D connector")
+        num_host_blocks = host_blocks(config.cache, self.layout, config.model.max_model_len)
+        self.offload = None
+        children: list[SchedulerConnector] = []
+        if config.cache.enabled and config.cache.offload_indexer and config.cache.prefix_cache:
+            self.offload = OffloadingScheduler(capacity_pages=num_host_blocks, num_ranks=executor.num_ranks)
+        self.cache = KVCacheManager(
+            self.layout, config.cache, num_host_blocks=num_host_blocks, max_model_len=config.model.max_model_len,
+            max_seats=config.scheduler.max_num_seqs, max_query_tokens=config.scheduler.prefill_chunk_tokens,
+            num_ranks=executor.num_ranks, num_host_writers=num_host_writers, indexer_offload=self.offload,
+            incarnation=incarnation, clock=clock,
+        )
+        if config.cache.enabled:
+            children.append(HiSparseConnectorScheduler(self.cache))
+        if self.offload is not None:
+            children.append(self.offload)
+        if pd is not None:
+            children.append(pd)
+        self.connectors = MultiSchedulerConnector(children)
+        self.scheduler = Scheduler(config.scheduler, self.cache, offload=self.offload,
+                                   remote_prefill=pd if role == "decode" else None)
+        self.requests: dict[str, Request] = {}
+        self._detokenizers: dict[str, Detokenizer] = {}
+        self._arrivals = itertools.count()
+        self._step = 0
+        self._outputs: list[RequestOutput] = []
+        self._leases: dict[str, Request] = {}
+        self._totals = ResolveStats()
+        self._finished = self._generated = self._import_failures = 0
+        self._dead: str | None = None
+
+    # ------------------------------------------------------------------------------------------- requests
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
+                    cache_salt: str | None = None, priority: int = 0,
+                    kv_transfer_params: Mapping[str, Any] | None = None, do_remote_decode: bool = False) -> None:
+        """Queues a request; its outputs come from `step()`.
+
+        Raises:
+            RequestError: empty or too long prompt, impossible limits, full queue, bad transfer parameters.
+            EngineDeadError: the engine has failed.
+        """
+        if self._dead:
+            raise EngineDeadError(self._dead)
+        self._validate(request_id, prompt_token_ids, sampling)
+        if do_remote_decode and (self.pd is None or self.config.pd.role != "prefill"):
+            raise RequestError("this engine is no prefill engine (pd.role); do_remote_decode is not possible here")
+        self.cache.open(request_id, prompt_token_ids, extra_keys=ExtraKeys(cache_salt=cache_salt),
+                        max_tokens=sampling.max_tokens)
+        request = Request(
+            request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
+            sampling=sampling, arrival=next(self._arrivals), priority=priority, do_remote_decode=do_remote_decode,
+            remote=kv_transfer_params is not None,
+        )
+        if kv_transfer_params is not None:
+            try:
+                if self.pd is None:
+                    raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
+                self.pd.add_remote(request_id, kv_transfer_params)
+            except (ProtocolError, TransferError) as error:
+                if self.config.pd.kv_load_failure_policy == "fail":
+                    self.cache.close(request_id)
+                    raise RequestError(f"prefill's answer is unusable: {error}", status=503) from error
+                request.import_failures += 1
+                self._import_failures += 1
+        self.requests[request_id] = request
+        if self.tokenizer is not None:
+            self._detokenizers[request_id] = Detokenizer(self.tokenizer, sampling.stop)
+        self.scheduler.add(request)
+
+    def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        limit, vocab = self.config.model.max_model_len, self.layout.shape.vocab_size
+        if request_id in self.requests:
+            raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
+        if not prompt:
+            raise RequestError("the prompt is empty; send at least one token", field="prompt")
+        if sampling.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {sampling.max_tokens}", field="max_tokens")
+        if len(prompt) + sampling.max_tokens > limit:
+            raise RequestError(
+                f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceeds max_model_len {limit}; shorten "
+                "the prompt or lower max_tokens", field="prompt", status=413)
+        bad = next((token for token in prompt if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}", field="prompt")
+        if len(self.scheduler.waiting) >= self.config.scheduler.max_waiting:
+            raise RequestError(f"{len(self.scheduler.waiting)} requests wait already (scheduler.max_waiting); retry later",
+                               status=429)
+
+    def abort(self, request_id: str) -> None:
+        """Stops a request wherever it stands; its blocks return once every copy has drained. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None and request.state is not RequestState.HELD:
+            self._close(request, FinishReason.ABORT)
+
+    # ------------------------------------------------------------------------------------------- the step
+    def step(self) -> list[RequestOutput]:
+        """One schedule / execute / retire turn. Returns the increments since the last call.
+
+        Raises:
+            EngineDeadError: a rank failed or did not answer; every request got a final ERROR output before.
+        """
+        if self._dead:
+            raise EngineDeadError(self._dead)
+        self._end_leases()
+        chunks = self.scheduler.schedule()
+        if chunks or self._has_transfers():
+            self._run_step(chunks)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _run_step(self, chunks: list[ScheduledChunk]) -> None:
+        self._step += 1
+        step = self._step
+        self.cache.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
+        command = StepCommand(
+            step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step),
+            table_updates=() if self.config.cache.enabled else self.cache.take_table_updates(),
+        )
+        try:
+            self.executor.submit(command)
+            results = self.executor.collect(STEP_TIMEOUT_S)
+        except Exception as error:
+            self._die(f"step {step} failed: {error}")
+            raise EngineDeadError(self._dead) from error
+        self._retire(command, results)
+
+    def _retire(self, command: StepCommand, results: list[StepResult]) -> None:
+        sampled: Mapping[str, SampledToken] = next(result.sampled for result in results if result.rank == 0)
+        computed = {}
+        for chunk in command.chunks:
+            request = self.requests.get(chunk.request_id)
+            if request is None:
+                continue
+            request.computed = max(request.computed, chunk.first_position + len(chunk.token_ids))
+            computed[chunk.request_id] = request.computed
+        seats = {chunk.seat: chunk.request_id for chunk in command.chunks}
+        self._count(results, seats)
+        self.cache.retire(command.step, computed)
+        events = self.connectors.update([result.kv for result in results])
+        for chunk in command.chunks:
+            request = self.requests.get(chunk.request_id)
+            if request is not None and chunk.sample:
+                self._accept(request, sampled[chunk.request_id])
+        if self.offload is not None:
+            for key, block in self.cache.take_sealed_indexer_pages():
+                if not self.offload.plan_store(key, block):
+                    self.cache.unpin_indexer([block])
+        self._apply(events)
+
+    def _count(self, results: list[StepResult], seats: Mapping[int, str]) -> None:
+        output = next((result.kv.get("hisparse") for result in results if result.rank == 0), None)
+        if output is None:
+            return
+        self._totals = self._totals + output.stats
+        for seat, stats in output.request_stats.items():
+            request = self.requests.get(seats.get(seat, ""))
+            if request is not None:
+                request.resolve = request.resolve + stats
+
+    def _accept(self, request: Request, token: SampledToken) -> None:
+        request.token_ids.append(token.token_id)
+        request.new_tokens.append(token)
+        self._generated += 1
+        self.cache.extend(request.request_id, [token.token_id])
+        if request.do_remote_decode:
+            self._hold(request)
+            return
+        sampling = request.sampling
+        reason: FinishReason | None = None
+        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        if token.token_id in sampling.stop_token_ids or (token.token_id in eos and not sampling.ignore_eos):
+            reason = FinishReason.STOP
+        text = ""
+        detokenizer = self._detokenizers.get(request.request_id)
+        if detokenizer is not None:
+            text = "" if reason is not None else detokenizer.add([token.token_id])
+            if detokenizer.stopped:
+                reason = FinishReason.STOP
+        if reason is None and request.num_output_tokens >= sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        if detokenizer is not None and reason is not None and not detokenizer.stopped:
+            text += detokenizer.finish()
+        if reason is not None:
+            self._close(request, reason, text=text)
+        else:
+            self._emit(request, text)
+
+    # ------------------------------------------------------------------------------------------- loads and leases
+    def _apply(self, events: LoadEvents) -> None:
+        if events.released_device_blocks:
+            self.cache.unpin_indexer(events.released_device_blocks)
+        self.scheduler.loaded(events.loaded)
+        for request_id, reason in events.failed.items():
+            request = self.scheduler.load_failed(request_id)
+            if request is None:
+                continue
+            self._import_failures += 1
+            if request.remote and self.config.pd.kv_load_failure_policy == "fail":
+                self._close(request, FinishReason.ERROR, error=f"the prompt's KV could not be read from prefill: {reason}")
+
+    def _hold(self, request: Request) -> None:
+        """Prefill role: the prompt is done; lease its pages instead of freeing them."""
+        assert self.pd is not None
+        self.scheduler.remove(request)
+        pages, generations = self.cache.hold(request.request_id)
+        params = self.pd.grant(request.request_id, pages, generations)
+        request.state = RequestState.HELD
+        self._leases[request.request_id] = request
+        self._emit(request, "", finish=FinishReason.STOP, params=params)
+
+    def _end_leases(self) -> None:
+        if self.pd is None or self.config.pd.role != "prefill":
+            return
+        for request_id in self.pd.take_expired():
+            request = self._leases.pop(request_id, None)
+            if request is not None:
+                self.scheduler.finish(request, FinishReason.STOP)
+                self._forget(request)
+
+    # ------------------------------------------------------------------------------------------- outputs
+    def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
+              params: Mapping[str, Any] | None = None) -> None:
+        new, request.new_tokens = request.new_tokens, []
+        self._outputs.append(RequestOutput(
+            request_id=request.request_id, new_token_ids=tuple(token.token_id for token in new), new_text=text,
+            logprobs=tuple(new) if request.sampling.logprobs is not None else (), finish_reason=finish,
+            error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
+        ))
+
+    def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None) -> None:
+        self.connectors.request_closed(request.request_id)
+        if request.remote and self.pd is not None:
+            self.pd.release_unused(request.request_id, reason.value)
+        self.scheduler.finish(request, reason, error)
+        self._emit(request, text, finish=reason)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
+        self._detokenizers.pop(request.request_id, None)
+        self._finished += 1
+
+    def _die(self, why: str) -> None:
+        self._dead = why
+        for request in list(self.requests.values()):
+            request.error = f"the engine failed: {why}"
+            self._emit(request, "", finish=FinishReason.ERROR)
+        self.requests.clear()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Increments not yet returned, e.g. the final ones after `step()` raised."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ------------------------------------------------------------------------------------------- state
+    def _has_transfers(self) -> bool:
+        return self.cache.has_pending_work() or self.connectors.has_pending_work()
+
+    def has_work(self) -> bool:
+        """Requests, transfers or leases are open: keep calling `step()`."""
+        return bool(self.scheduler.num_live or self._leases or self._outputs or self._has_transfers())
+
+    def stats(self) -> EngineStats:
+        counters = self.scheduler.counters
+        return EngineStats(
+            engine_id=self.engine_id, role=self.config.pd.role, steps=self._step, running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._leases),
+            finished=self._finished, preemptions=counters.preemptions, admissions=counters.admissions,
+            resident_landings=counters.resident_landings, host_landings=counters.host_landings,
+            import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
+            local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
+            resolve=self._totals, cache=asdict(self.cache.stats()),
+        )
+
+    def check(self) -> None:
+        """Conservation laws of both pools and of every connector. Raises InvariantError."""
+        self.cache.check()
+        self.connectors.check()
+
+    def shutdown(self) -> None:
+        """Aborts what is open and stops the ranks. Idempotent."""
+        for request in list(self.requests.values()):
+            if request.state is not RequestState.HELD and not self._dead:
+                self._close(request, FinishReason.ABORT)
+        self._dead = self._dead or "the engine was shut down"
+        self.executor.shutdown()

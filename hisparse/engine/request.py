@@ -1,0 +1,78 @@
+"""One request as the engine sees it: tokens so far, where it stands, what happened to it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from hisparse.types import FinishReason, Landing, RequestStats, ResolveStats, SampledToken, SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Where a request stands in the scheduler."""
+
+    WAITING = "waiting"
+    """No blocks: new, preempted, or sent back after a failed load."""
+    LOADING = "loading"
+    """Holds its blocks; an import or an indexer load is under way on the workers."""
+    RUNNING = "running"
+    HELD = "held"
+    """Prefill role: finished, its pages are leased to a decode engine."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Mutable; the scheduler is its only writer, except `text_*` (the engine core)."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then every accepted output token."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    arrival: int
+    """Order of arrival, a counter: earlier is served first within a priority."""
+    priority: int = 0
+    do_remote_decode: bool = False
+    remote: bool = False
+    """Its prompt KV was computed by a prefill engine."""
+    state: RequestState = RequestState.WAITING
+    computed: int = 0
+    """Tokens whose KV is in the cache."""
+    seat: int = -1
+    landing: Landing | None = None
+    cached_tokens: int | None = None
+    imported_tokens: int = 0
+    preemptions: int = 0
+    import_failures: int = 0
+    resolve: ResolveStats = field(default_factory=ResolveStats)
+    new_tokens: list[SampledToken] = field(default_factory=list)
+    """Accepted since the last output."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: higher priority first, then arrival."""
+        return (-self.priority, self.arrival)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens to run before the next one can be sampled; a full hit replays the last token (1)."""
+        return max(len(self.token_ids) - self.computed, 1)
+
+    @property
+    def replays(self) -> bool:
+        """Every token's KV is there: the last token runs again for its logits and writes nothing."""
+        return self.computed >= len(self.token_ids)
+
+    def stats(self) -> RequestStats:
+        return RequestStats(
+            prompt_tokens=self.num_prompt_tokens, cached_tokens=self.cached_tokens or 0, landing=self.landing,
+            preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens,
+            resolve=self.resolve,
+        )
