@@ -228,6 +228,15 @@ class RequestPages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageGenerations:
+    """Generations of a `RequestPages`, same shape; 0 where the page is not held."""
+
+    indexer: tuple[int, ...]
+    resident: tuple[tuple[int, ...], ...]
+    host: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImportTarget:
     """Where a prefix computed elsewhere is to land, all blocks already leased to the request."""
 

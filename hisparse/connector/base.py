@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from hisparse.types import ImportTarget, Landing, RequestPages
+from hisparse.types import ImportTarget, Landing, PageGenerations, RequestPages
+
+__all__ = [
+    "IndexerOffload", "LoadEvents", "PageGenerations", "RemoteDecode", "RemotePrefill", "SchedulerConnector",
+    "WorkerConnector",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +111,3 @@ class RemoteDecode(Protocol):
 
     def take_expired(self) -> tuple[str, ...]:
         """Leases that ended (released by decode or out of time) since the last call; the caller drops the pins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageGenerations:
-    """Generations of a `RequestPages`, same shape; 0 where the page is not held."""
-
-    indexer: tuple[int, ...]
-    resident: tuple[tuple[int, ...], ...]
-    host: tuple[int, ...]

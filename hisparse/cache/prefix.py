@@ -1,0 +1,72 @@
+"""Page keys: a SHA-256 chain over tokens and typed extra keys, equal in every process and after every restart."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+KEY_BYTES = 32
+_VERSION = b"hisparse-page-key-v1"
+_FIELDS = ("lora_id", "cache_salt", "multimodal_hash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraKeys:
+    """What besides tokens makes KV different. None and the empty string are different values."""
+
+    lora_id: str | None = None
+    cache_salt: str | None = None
+    multimodal_hash: str | None = None
+
+
+def root_key(layout_fingerprint: str, extra: ExtraKeys) -> bytes:
+    """Parent of page 0: every field with its name, presence and length, so that no two inputs encode alike.
+
+    Example: lora "X" without salt and salt "X" without lora give different keys.
+    """
+    digest = hashlib.sha256(_VERSION)
+    _put(digest, "layout", layout_fingerprint)
+    for name in _FIELDS:
+        _put(digest, name, getattr(extra, name))
+    return digest.digest()
+
+
+def _put(digest: hashlib._Hash, name: str, value: str | None) -> None:
+    for part in (name.encode(), None if value is None else value.encode()):
+        digest.update(b"\0" if part is None else b"\1" + struct.pack("<Q", len(part)) + part)
+
+
+class PageKeys:
+    """Keys of the full pages of one growing token list. `keys[i]` covers tokens [0, (i + 1) * block_size).
+
+    A key is SHA-256(parent key, the page's tokens as little-endian int64).
+    """
+
+    __slots__ = ("_parent", "_tail", "block_size", "keys", "num_tokens")
+
+    def __init__(self, block_size: int, root: bytes) -> None:
+        self.block_size = block_size
+        self.keys: list[bytes] = []
+        self.num_tokens = 0
+        self._parent = root
+        self._tail: list[int] = []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens; hashes every page that became full."""
+        self.num_tokens += len(token_ids)
+        self._tail.extend(token_ids)
+        num_full = len(self._tail) // self.block_size
+        if not num_full:
+            return
+        data = np.array(self._tail[: num_full * self.block_size], dtype="<i8").tobytes()
+        page_bytes = self.block_size * 8
+        parent, sha256 = self._parent, hashlib.sha256
+        for first in range(0, len(data), page_bytes):
+            parent = sha256(parent + data[first : first + page_bytes]).digest()
+            self.keys.append(parent)
+        self._parent = parent
+        del self._tail[: num_full * self.block_size]
