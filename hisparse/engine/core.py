@@ -42,7 +42,8 @@ STEP_TIMEOUT_S = 300.0
 class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
     """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
 
-    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> None: ...
+    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> int: ...
+    def release_request(self, request_id: str) -> None: ...
 
 
 class Tokenizer(Protocol):
@@ -50,7 +51,7 @@ class Tokenizer(Protocol):
 
     eos_token_ids: tuple[int, ...]
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,8 @@ class EngineCore:
                 self._import_failures += 1
         self.requests[request_id] = request
         if self.tokenizer is not None:
-            self._detokenizers[request_id] = Detokenizer(self.tokenizer, sampling.stop)
+            self._detokenizers[request_id] = Detokenizer(
+                self.tokenizer, stop=sampling.stop, prompt_ids=prompt_token_ids)
         self.scheduler.add(request)
 
     def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -190,7 +192,12 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """Stops a request wherever it stands; its blocks return once every copy has drained. Unknown ids are ignored."""
         request = self.requests.get(request_id)
-        if request is not None and request.state is not RequestState.HELD:
+        if request is None:
+            return
+        if request.state is RequestState.HELD:
+            assert self.pd is not None
+            self.pd.release_request(request_id)
+        else:
             self._close(request, FinishReason.ABORT)
 
     # ------------------------------------------------------------------------------------------- the step
@@ -273,13 +280,13 @@ class EngineCore:
             reason = FinishReason.STOP
         text = ""
         detokenizer = self._detokenizers.get(request.request_id)
-        if detokenizer is not None:
-            text = "" if reason is not None else detokenizer.add([token.token_id])
-            if detokenizer.stopped:
+        if detokenizer is not None and reason is None:
+            text = detokenizer.push([token.token_id])
+            if detokenizer.stopped is not None:
                 reason = FinishReason.STOP
         if reason is None and request.num_output_tokens >= sampling.max_tokens:
             reason = FinishReason.LENGTH
-        if detokenizer is not None and reason is not None and not detokenizer.stopped:
+        if detokenizer is not None and reason is not None:
             text += detokenizer.finish()
         if reason is not None:
             self._close(request, reason, text=text)
@@ -290,6 +297,8 @@ class EngineCore:
     def _apply(self, events: LoadEvents) -> None:
         if events.released_device_blocks:
             self.cache.unpin_indexer(events.released_device_blocks)
+        for request_id in events.drained:
+            self.cache.finish_load(request_id, failed=True)
         self.scheduler.loaded(events.loaded)
         for request_id, reason in events.failed.items():
             request = self.scheduler.load_failed(request_id)

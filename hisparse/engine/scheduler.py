@@ -245,6 +245,6 @@ class Scheduler:
         if request.state is RequestState.FINISHED:
             return
         self.remove(request)
-        self.cache.free(request.request_id)
+        self.cache.free(request.request_id, finished=reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.cache.close(request.request_id)
         request.state, request.finish_reason, request.error = RequestState.FINISHED, reason, error

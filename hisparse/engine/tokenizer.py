@@ -34,9 +34,9 @@ class Tokenizer:
         """Token ids of `text`, without special tokens."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens are left out, incomplete UTF-8 becomes U+FFFD."""
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; incomplete UTF-8 becomes U+FFFD."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
 def _read(path: Path) -> dict[str, Any]:
