@@ -12,9 +12,9 @@ _WINDOW_TOKENS = 32
 
 
 class Decoder(Protocol):
-    """What is used of a tokenizer (any `transformers` tokenizer fits)."""
+    """What is used of a tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: Sequence[int], /) -> str: ...
 
 
 class Detokenizer:
@@ -27,11 +27,9 @@ class Detokenizer:
     Example: with stop=("\\n\\n",) and tokens "a", "\\n", "\\n", "b": push -> "a", "", "" and `stopped == "\\n\\n"`.
     """
 
-    def __init__(self, tokenizer: Decoder, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = (),
-                 skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = (), *, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        self._skip_special = skip_special_tokens
         self._context: list[int] = list(prompt_ids[-_CONTEXT_TOKENS:])
         if self._decode(self._context).endswith(UNFINISHED):
             self._context = []
@@ -81,7 +79,7 @@ class Detokenizer:
         return self._decode(self._context + self._window)[len(self._decode(self._context)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
+        return self._tokenizer.decode(ids) if ids else ""
 
     def _release(self, fresh: str) -> str:
         text = self._held + fresh

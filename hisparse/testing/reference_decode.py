@@ -75,9 +75,10 @@ class ReferenceModel:
     """
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation="eager", local_files_only=True
-        ).eval()
+        )
+        self.model.eval()
         signature = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._probe = _TopKProbe()
@@ -100,7 +101,10 @@ class ReferenceModel:
         Raises:
             ValueError: empty prompt, or chunk lengths that do not add up to it.
         """
-        chunks = chunk_lengths(len(prompt_ids), prefill_chunks) if isinstance(prefill_chunks, int) else list(prefill_chunks)
+        if isinstance(prefill_chunks, int):
+            chunks = chunk_lengths(len(prompt_ids), prefill_chunks)
+        else:
+            chunks = list(prefill_chunks)
         if not prompt_ids or sum(chunks) != len(prompt_ids) or min(chunks) < 1:
             raise ValueError(f"chunks {chunks} do not cover a prompt of {len(prompt_ids)} tokens")
         cache: Any = None

@@ -46,7 +46,8 @@ def tiny_checkpoints(cache_dir: str | Path | None = None) -> dict[str, Path]:
     Returns:
         "glm5", "glm52", "ds32" -> directory with config.json, model.safetensors and a tokenizer.
     """
-    root = Path(cache_dir) if cache_dir is not None else Path(tempfile.gettempdir()) / f"hisparse-tiny-{_user()}-{_key()}"
+    default = Path(tempfile.gettempdir()) / f"hisparse-tiny-{_user()}-{_key()}"
+    root = Path(cache_dir) if cache_dir is not None else default
     paths = {name: root / name for name in VARIANTS}
     if not _complete(paths):
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -99,14 +100,15 @@ def _train_tokenizer() -> Any:
 
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:_STDLIB_FILES]
     text = "\n".join(path.read_text(encoding="utf8", errors="ignore") for path in files)
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe: Any = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator([text], trainers.BpeTrainer(
         vocab_size=512, special_tokens=["<bos>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     ))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>")
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>")
 
 
 def _key() -> str:

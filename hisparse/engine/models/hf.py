@@ -37,12 +37,14 @@ class _Forward:
     """What the hooks need to know of the forward in progress. Written by `DSAModel.forward`, read by the hooks.
 
     Attributes:
-        seats: int32 [B], the seat of each sequence. num_keys: T, keys per sequence incl. padding.
+        seats: int32 [B], the seat of each sequence. lengths: int64 [B], its tokens so far, this forward's included.
+        num_keys: T, the largest of `lengths`; shorter sequences are padded.
         chosen / selected: the indexer's tensor of this index group, and the same as int32 [n, k] with -1 where masked.
     """
 
     batch: RowBatch
     seats: Tensor
+    lengths: Tensor
     num_keys: int
     chosen: Tensor | None = None
     selected: Tensor | None = None
@@ -57,15 +59,15 @@ class _Forward:
         return self.selected
 
 
-class HandleLayer(CacheLayerMixin):
+class HandleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of the cache that HF sees: no tensors, only the way to our pages."""
 
     is_sliding = False
     is_croppable = False
 
     def __init__(self, handle: HiSparseCacheHandle, indexer: IndexerPages, indexer_idx: int | None,
-                 attention: nn.Module, parallel: HeadParallel) -> None:
-        super().__init__()
+                 attention: Any, parallel: HeadParallel) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self.handle = handle
         self.forward: _Forward | None = None
@@ -81,7 +83,7 @@ class HandleLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Appends latents [B, 1, S, latent] and rope keys [B, 1, S, rope]; returns the layer in place of both."""
-        if key_states.shape[1] != 1 or key_states.shape[-1] != self.latent_dim or value_states.shape[-1] != self.rope_dim:
+        if key_states.shape[1] != 1 or (key_states.shape[-1], value_states.shape[-1]) != (self.latent_dim, self.rope_dim):
             raise seam_error(
                 f"Cache.update got {tuple(key_states.shape)} and {tuple(value_states.shape)}, expected latents "
                 f"[B, 1, S, {self.latent_dim}] and rope keys [B, 1, S, {self.rope_dim}]"
@@ -96,19 +98,20 @@ class HandleLayer(CacheLayerMixin):
         if self._indexer_idx is None:
             raise InvariantError("a layer that shares another layer's top-k was asked to store indexer keys")
         self._indexer.write(self._indexer_idx, indexer_key_states.flatten(0, 1), now.batch)
-        return self._indexer.gather(self._indexer_idx, now.seats, now.num_keys)
+        return self._indexer.gather(self._indexer_idx, now.seats, now.lengths)
 
     def attend(self, query: Tensor, indices: Tensor, scaling: float) -> Tensor:
         """Absorbed MLA. query [B, H, S, nope + rope], indices int32 [B, S, k] -> [B, S, H, value]."""
         now = self._now
         size, _, length, _ = query.shape
         mine = query[:, self.heads].transpose(1, 2).flatten(0, 1)  # [n, heads, nope + rope]
-        nope, rope = mine.split([self.nope_dim, self.rope_dim], dim=-1)
+        nope, rope = mine[..., : self.nope_dim], mine[..., self.nope_dim :]
         latent = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
         mixed = self.handle.attend(torch.cat([latent, rope], dim=-1), now.select(indices), now.batch, scaling)
         mixed = mixed.to(query.dtype)
         values = torch.bmm(mixed.transpose(0, 1), self.value_weight.transpose(1, 2)).transpose(0, 1)
-        return self.parallel.gather_heads(values).unflatten(0, (size, length))
+        out = self.parallel.gather_heads(values)
+        return out.view(size, length, *out.shape[1:])
 
     @property
     def _now(self) -> _Forward:
@@ -152,7 +155,7 @@ class DSAModel:
         network: from `load_network`. handles: one per layer. indexer: keys of the layers that own an indexer.
     """
 
-    def __init__(self, network: nn.Module, shape: ModelShape, handles: Sequence[HiSparseCacheHandle],
+    def __init__(self, network: Any, shape: ModelShape, handles: Sequence[HiSparseCacheHandle],
                  indexer: IndexerPages, parallel: HeadParallel | None = None) -> None:
         check_seams(network)
         attentions = attention_layers(network)
@@ -179,21 +182,25 @@ class DSAModel:
         """Runs the decoder over B sequences of S tokens each; writes their rows and indexer keys as `batch` says.
 
         Args:
-            token_ids, positions: int64 [B, S]; `batch` holds the same rows, flattened. seats: int32 [B].
+            token_ids, positions: int64 [B, S], positions ascending; `batch` holds the same rows, flattened.
+            seats: int32 [B].
         Returns:
             Hidden states [B, S, hidden] after the last norm.
         """
-        num_keys = int(positions.max()) + 1
+        lengths = positions[:, -1] + 1
+        num_keys = int(lengths.max())
         allowed = torch.arange(num_keys) <= positions[:, None, :, None]  # [B, 1, S, T]
-        now = _Forward(batch=batch, seats=seats, num_keys=num_keys)
+        now = _Forward(batch=batch, seats=seats, lengths=lengths, num_keys=num_keys)
         for layer in self._layers:
             layer.forward = now
         try:
-            return self.network.model(  # type: ignore[union-attr, operator]
+            out = self.network.model(
                 input_ids=token_ids, position_ids=positions, use_cache=True,
                 attention_mask={"indexed_attention": allowed, "deepseek_sparse_attention": allowed},
                 **{self._cache_argument: self._cache},
-            ).last_hidden_state
+            )
+            hidden: Tensor = out.last_hidden_state
+            return hidden
         finally:
             for layer in self._layers:
                 layer.forward = None
@@ -201,10 +208,18 @@ class DSAModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""
-        return self.network.lm_head(hidden).float()  # type: ignore[union-attr, operator]
+        out: Tensor = self.network.lm_head(hidden)
+        return out.float()
 
 
-def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[nn.Module, ModelShape]:
+def check_model(config: ModelConfig, *, num_ranks: int = 1) -> ModelShape:
+    """What `load_network` can find out without loading weights. Raises ConfigError as it does."""
+    shape = model_shape(config)
+    check_heads(shape.num_heads, num_ranks)
+    return shape
+
+
+def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, ModelShape]:
     """Loads the checkpoint's weights with transformers, from local files only, in `config.dtype`.
 
     Returns:
@@ -213,17 +228,17 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[nn.Module,
         ConfigError: not a DSA checkpoint, weights missing or unreadable, this transformers has other seams, or the
             attention heads cannot be split over `num_ranks`.
     """
-    shape = model_shape(config)
-    check_heads(shape.num_heads, num_ranks)
+    shape = check_model(config, num_ranks=num_ranks)
     path = model_path(config)
     try:
-        network, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"model.path: transformers cannot load {path}: {error}") from error
+    network, report = loaded
     if type(network).__name__ not in _ARCHITECTURES:
-        raise ConfigError(f"model.path: {path} is a {type(network).__name__}, supported are {', '.join(_ARCHITECTURES)}")
+        raise ConfigError(f"model.path: {path} is a {type(network).__name__}, supported: {', '.join(_ARCHITECTURES)}")
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ConfigError(

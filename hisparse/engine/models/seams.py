@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import transformers
-from torch import nn
 
 from hisparse.errors import ConfigError
 
@@ -18,7 +17,7 @@ def seam_error(what: str) -> ConfigError:
     return ConfigError(f"transformers {transformers.__version__} does not fit hisparse: {what}; install {SUPPORTED}")
 
 
-def check_seams(model: nn.Module) -> None:
+def check_seams(model: Any) -> None:
     """Raises ConfigError, naming the version, unless every seam exists on this model with the expected signature."""
     from transformers import AttentionInterface
     from transformers.cache_utils import Cache
@@ -37,7 +36,7 @@ def check_seams(model: nn.Module) -> None:
     cache_argument(model)
 
 
-def attention_layers(model: nn.Module) -> list[Any]:
+def attention_layers(model: Any) -> list[Any]:
     """The attention module of every decoder layer, in order."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
@@ -45,9 +44,9 @@ def attention_layers(model: nn.Module) -> list[Any]:
     return [layer.self_attn for layer in layers]
 
 
-def cache_argument(model: nn.Module) -> str:
+def cache_argument(model: Any) -> str:
     """The name under which the decoder's forward takes its cache: `cache` since 5.24, `past_key_values` before."""
-    forward = inspect.unwrap(type(model.model).forward)  # type: ignore[arg-type]
+    forward = inspect.unwrap(type(model.model).forward)
     for name in ("cache", "past_key_values"):
         if name in inspect.signature(forward).parameters:
             return name

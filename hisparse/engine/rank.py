@@ -1,0 +1,119 @@
+"""One rank of an engine: the model, its pages, and the worker halves of the connectors, step by step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hisparse.config import HiSparseConfig, host_blocks, model_shape
+from hisparse.connector.base import WorkerConnector
+from hisparse.connector.hisparse import HiSparseConnectorWorker
+from hisparse.connector.multi import MultiWorkerConnector
+from hisparse.connector.offloading import OffloadingWorker
+from hisparse.engine.model_runner import ModelRunner
+from hisparse.engine.models.hf import DSAModel, load_network
+from hisparse.engine.parallel import HeadParallel
+from hisparse.engine.sampler import Sampler
+from hisparse.errors import InvariantError
+from hisparse.layout import KVCacheLayout
+from hisparse.types import StepCommand, StepResult
+from hisparse.worker.host_pool import HostPool
+from hisparse.worker.worker import WorkerParts, build_worker
+
+ConnectorFactory = Callable[[WorkerParts], WorkerConnector]
+"""Makes a worker connector over one rank's memory, e.g. P/D's, which registers it with NIXL."""
+
+
+def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
+    """The cache layout that every part of an engine with this configuration uses."""
+    return KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype)
+
+
+class RankEngine:
+    """Executes the scheduler's steps on one rank. Decides nothing; every rank gets the same commands.
+
+    Args:
+        rank, num_ranks: place among the tensor-parallel ranks. incarnation: the engine's, sent with every answer.
+        host_pool: this rank's mapping of the host pool, closed by `shutdown`; None when `cache.enabled` is False.
+        extra_connectors: further worker connectors, or functions that make one from this rank's memory.
+        process_group: gloo group of the ranks; None with one rank.
+    Attributes:
+        layout, parts, model: read-only, for connectors and tests.
+    Raises:
+        ConfigError: the checkpoint cannot be loaded or split, or sizes do not fit.
+    """
+
+    def __init__(self, config: HiSparseConfig, rank: int = 0, num_ranks: int = 1, incarnation: int = 0,
+                 host_pool: HostPool | None = None,
+                 extra_connectors: Sequence[WorkerConnector | ConnectorFactory] = (),
+                 process_group: dist.ProcessGroup | None = None) -> None:
+        self.config, self.rank, self.incarnation = config, rank, incarnation
+        self.layout = kv_layout(config)
+        if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+        if config.cache.enabled != (host_pool is not None):
+            raise InvariantError(f"cache.enabled = {config.cache.enabled}, but the host pool is {host_pool!r}")
+        self._parallel = HeadParallel(rank=rank, size=num_ranks, group=process_group)
+        network, shape = load_network(config.model, num_ranks=num_ranks)
+        num_host_blocks = host_blocks(config.cache, self.layout, config.model.max_model_len)
+        self.parts = build_worker(
+            self.layout, config.cache, num_device_blocks=config.cache.device_blocks, num_host_blocks=num_host_blocks,
+            max_seats=config.scheduler.max_num_seqs, max_model_len=config.model.max_model_len, rank=rank,
+            num_ranks=num_ranks, incarnation=incarnation, host_pool=host_pool,
+        )
+        self.model = DSAModel(network, shape, self.parts.handles, self.parts.indexer, self._parallel)
+        self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,
+                                   max_model_len=config.model.max_model_len)
+        self._sampler = Sampler()
+        children: list[WorkerConnector] = []
+        if self.parts.worker is not None:
+            children.append(HiSparseConnectorWorker(self.parts.worker))
+            if config.cache.offload_indexer and config.cache.prefix_cache:
+                children.append(OffloadingWorker(self.parts.cache, self.layout, capacity_pages=num_host_blocks))
+        for item in extra_connectors:
+            children.append(item if isinstance(item, WorkerConnector) else item(self.parts))
+        self._connectors = MultiWorkerConnector(children)
+        self._last_step: int | None = None
+        self._stopped = False
+
+    def execute(self, command: StepCommand) -> StepResult:
+        """Runs one step: tables and copies, forwards, stores; then samples (rank 0 only).
+
+        Stream: synchronous; background copies may still run when it returns, and are reported by later steps.
+        Raises:
+            InvariantError: steps out of order, or the command does not fit this rank's memory.
+        """
+        if self._last_step is not None and command.step <= self._last_step:
+            raise InvariantError(f"step {command.step} came after step {self._last_step}")
+        self._last_step = command.step
+        began = time.perf_counter()
+        if command.table_updates:
+            if self.parts.worker is not None:
+                raise InvariantError(f"step {command.step}: table updates belong in HiSparse's command when it is on")
+            self.parts.tables.apply(command.table_updates)
+        self._connectors.start_step(command.kv)
+        if _copies_host_pages(command):
+            self._parallel.barrier()  # rank 0 copied pages that the others may read in this step
+        out = self._runner.run(command.chunks, want_logits=self.rank == 0)
+        self._connectors.end_step()
+        sampled = {}
+        if out.rows:
+            tokens = self._sampler.sample(out.logits, out.rows)
+            sampled = {row.request_id: token for row, token in zip(out.rows, tokens)}
+        return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled,
+                          kv=self._connectors.output() or {}, device_s=time.perf_counter() - began)
+
+    def shutdown(self) -> None:
+        """Drains the connectors' copies and releases memory. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            self._connectors.shutdown()
+
+
+def _copies_host_pages(command: StepCommand) -> bool:
+    offload = command.kv.get(HiSparseConnectorWorker.name)
+    return offload is not None and any(copy.host_pair is not None for copy in offload.page_copies)
