@@ -25,11 +25,14 @@ class LoadEvents:
         loaded: requests whose asynchronous load is done on every rank.
         failed: request id -> reason; every rank has drained, nothing of the load may be used.
         released_device_blocks: indexer blocks whose pin (taken for a store) may be dropped.
+        drained: requests that were closed while loading and whose load has now drained on every rank: nothing of it may
+            be used, but its pins may go. One entry per closed load.
     """
 
     loaded: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
     released_device_blocks: tuple[int, ...] = ()
+    drained: tuple[str, ...] = ()
 
 
 @runtime_checkable

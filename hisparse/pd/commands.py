@@ -1,0 +1,75 @@
+"""What the scheduler half of the P/D connector sends to every rank, and what comes back. No request id in either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.pages import PageTable
+from hisparse.types import Landing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """One import for every rank: page i of `source` goes to page i of `destination`.
+
+    Attributes:
+        job_id: names the import in acknowledgements; never reused by an engine.
+        peer_id: the prefill engine, without its incarnation: a new agent of the same peer replaces the old one.
+        sources: by decode rank, the prefill rank it reads from.
+        destination: own blocks; generations unused. HOST landing: a resident id other than 0 asks for a mirror there.
+        tail_rows: rows of the last page that hold KV (1..block_size); the others are holes.
+        deadline_s: relative; a rank that is not done by then fails the import.
+    """
+
+    job_id: int
+    peer_id: str
+    sources: tuple[RankEndpoint, ...]
+    landing: Landing
+    source: PageTable
+    destination: PageTable
+    tail_rows: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingNotice:
+    """A notice for a prefill engine; rank 0 sends it to the peer's rank 0."""
+
+    peer_id: str
+    endpoint: RankEndpoint
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PDCommand:
+    """P/D work of one step. Cancels name imports of earlier commands: post nothing more, drain, acknowledge."""
+
+    imports: tuple[ImportPlan, ...] = ()
+    cancels: tuple[int, ...] = ()
+    notices: tuple[OutgoingNotice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportAck:
+    """One rank's last word on one import. Either way nothing of it is in flight on that rank any more.
+
+    Attributes:
+        reason: "" when ok. num_bytes: read from the peer. seconds: from receipt to outcome.
+    """
+
+    job_id: int
+    ok: bool
+    reason: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PDOutput:
+    """What a rank reports with a step. `notices`: raw bytes from peers, unchecked."""
+
+    rank: int
+    incarnation: int
+    acks: tuple[ImportAck, ...] = ()
+    notices: tuple[bytes, ...] = ()

@@ -1,0 +1,61 @@
+"""Checks of single fields that a peer sent: type, range, length. A failure is a ProtocolError that names the field."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hisparse.errors import ProtocolError
+
+MAX_ID_CHARS = 256
+
+
+def pack_array(values: npt.NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values.astype(dtype)).tobytes()).decode()
+
+
+def unpack_array(text: Any, dtype: str, count: int, what: str) -> npt.NDArray[Any]:
+    if not isinstance(text, str):
+        raise ProtocolError(f"{what} must be a base64 string, got {type(text).__name__}")
+    item = np.dtype(dtype).itemsize
+    if len(text) > 4 * (count * item + 2):
+        raise ProtocolError(f"{what} is too long for {count} pages")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ProtocolError(f"{what} is not base64: {error}") from error
+    if len(raw) != count * item:
+        raise ProtocolError(f"{what} covers {len(raw) / item:g} pages, expected {count}")
+    return np.frombuffer(raw, dtype)
+
+
+def read_mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{what} must be a mapping, got {type(value).__name__}")
+    return value
+
+
+def read_int(source: Mapping[str, Any], name: str, least: int, limit: int) -> int:
+    value = source.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < limit:
+        raise ProtocolError(f"{name} must be an integer in {least}..{limit - 1}, got {value!r:.80}")
+    return value
+
+
+def read_text(source: Mapping[str, Any], name: str) -> str:
+    value = source.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
+        raise ProtocolError(f"{name} must be a string of 1..{MAX_ID_CHARS} characters, got {value!r:.80}")
+    return value
+
+
+def read_hex64(source: Mapping[str, Any], name: str) -> int:
+    value = read_text(source, name)
+    if len(value) != 16 or any(c not in "0123456789abcdef" for c in value):
+        raise ProtocolError(f"{name} must be 16 hexadecimal digits, got {value!r:.80}")
+    return int(value, 16)

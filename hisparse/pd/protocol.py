@@ -1,0 +1,190 @@
+"""The wire between prefill and decode: `kv_transfer_params` and notices, and the checks of what a peer sends.
+
+Everything is JSON and base64, no pickle; nothing behind the fingerprint is decoded before the fingerprint matches.
+Page lists are packed little-endian arrays; generations are absolute uint64; durations are relative seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hisparse.errors import ProtocolError
+from hisparse.layout import KVCacheLayout
+from hisparse.pd.endpoint import (
+    HOST,
+    INDEXER,
+    MAX_RANKS,
+    RankEndpoint,
+    agent_name,
+    decode_endpoint,
+    encode_endpoint,
+)
+from hisparse.pd.fields import pack_array, read_hex64, read_int, read_mapping, read_text, unpack_array
+from hisparse.pd.pages import PageTable
+
+WIRE_VERSION = 1
+MAX_NOTICE_BYTES = 4096
+MAX_LEASE_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteKV:
+    """Decoded and checked `kv_transfer_params`: KV of positions [0, num_tokens) held by a prefill engine."""
+
+    engine_id: str
+    incarnation: int
+    lease_id: str
+    lease_s: float
+    num_tokens: int
+    endpoints: tuple[RankEndpoint, ...]
+    pages: PageTable
+
+
+# ------------------------------------------------------------------------------------ kv_transfer_params
+
+
+def encode_params(*, layout: KVCacheLayout, fingerprint: str, engine_id: str, incarnation: int, lease_id: str,
+                  lease_s: float, num_tokens: int, endpoints: Sequence[RankEndpoint],
+                  table: PageTable) -> dict[str, Any]:
+    """The dictionary that prefill answers with; only str, int, float, list and dict inside."""
+    return {
+        "version": WIRE_VERSION, "block_size": layout.block_size, "fingerprint": fingerprint,
+        "engine_id": engine_id, "incarnation": f"{incarnation:016x}", "lease_id": lease_id, "lease_s": float(lease_s),
+        "num_tokens": num_tokens, "tp": len(endpoints),
+        "pages": {
+            "indexer": pack_array(table.indexer, "<i4"), "resident": [pack_array(row, "<i4") for row in table.resident],
+            "host": pack_array(table.host, "<i4"),
+        },
+        "generations": {
+            "indexer": pack_array(table.indexer_generations, "<u8"),
+            "resident": [pack_array(row, "<u8") for row in table.resident_generations],
+            "host": pack_array(table.host_generations, "<u8"),
+        },
+        "ranks": [encode_endpoint(endpoint) for endpoint in endpoints],
+    }
+
+
+def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> RemoteKV:
+    """Checks and decodes what a prefill engine answered. Pure.
+
+    Args:
+        layout, fingerprint: of this (decode) side.
+    Raises:
+        ProtocolError: version, block size, fingerprint, a length, an id, a generation or a region does not fit, or the
+            page list is empty (that is a failed prefill, never "no prefix"). Says what was expected and what came.
+    """
+    params = read_mapping(params, "kv_transfer_params")
+    version = read_int(params, "version", 0, 1 << 31)
+    if version != WIRE_VERSION:
+        raise ProtocolError(f"prefill speaks wire version {version}, decode {WIRE_VERSION}; run one release on both")
+    block_size = read_int(params, "block_size", 1, 1 << 20)
+    if block_size != layout.block_size:
+        raise ProtocolError(
+            f"prefill uses pages of {block_size} tokens, decode {layout.block_size}; imports need equal page sizes: "
+            "set the same cache.block_size on both sides")
+    theirs = read_text(params, "fingerprint")
+    if theirs != fingerprint:
+        raise ProtocolError(f"layout fingerprint of prefill is {theirs}, ours is {fingerprint}; the sides run "
+                            "different models, row formats, page sizes or packings")
+    num_tokens = read_int(params, "num_tokens", 0, 1 << 40)
+    if num_tokens == 0:
+        raise ProtocolError("prefill answered with an empty page list; that is a failed prefill, not an absent prefix")
+    lease_s = params.get("lease_s")
+    if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not 0 < lease_s <= MAX_LEASE_S:
+        raise ProtocolError(f"lease_s must be a number of seconds in (0, {MAX_LEASE_S:.0f}], got {lease_s!r:.80}")
+    incarnation = read_hex64(params, "incarnation")
+    engine_id = read_text(params, "engine_id")
+    tp = read_int(params, "tp", 1, MAX_RANKS)
+    ranks = params.get("ranks")
+    if not isinstance(ranks, list) or len(ranks) != tp:
+        raise ProtocolError(f"expected a list of {tp} prefill ranks, got "
+                            + (f"{len(ranks)}" if isinstance(ranks, list) else type(ranks).__name__))
+    endpoints = tuple(
+        decode_endpoint(item, rank=rank, agent=agent_name(engine_id, incarnation, rank), layout=layout)
+        for rank, item in enumerate(ranks))
+    table = _decode_table(params, layout, layout.pages(num_tokens))
+    _check_table(table, endpoints)
+    return RemoteKV(engine_id=engine_id, incarnation=incarnation, lease_id=read_text(params, "lease_id"),
+                    lease_s=float(lease_s), num_tokens=num_tokens, endpoints=endpoints, pages=table)
+
+
+def _decode_table(params: Mapping[str, Any], layout: KVCacheLayout, num_pages: int) -> PageTable:
+    pages, gens = read_mapping(params.get("pages"), "pages"), read_mapping(params.get("generations"), "generations")
+    groups = layout.num_resident_groups
+
+    def rows(source: Mapping[str, Any], what: str, dtype: str) -> npt.NDArray[Any]:
+        lists = source.get("resident")
+        if not isinstance(lists, list) or len(lists) != groups:
+            raise ProtocolError(f"{what}.resident must list {groups} resident groups, got "
+                                + (f"{len(lists)}" if isinstance(lists, list) else type(lists).__name__))
+        out = [unpack_array(item, dtype, num_pages, f"{what}.resident[{g}]") for g, item in enumerate(lists)]
+        return np.stack(out) if out else np.zeros((0, num_pages), dtype)
+
+    return PageTable(
+        indexer=unpack_array(pages.get("indexer"), "<i4", num_pages, "pages.indexer").astype(np.int64),
+        resident=rows(pages, "pages", "<i4").astype(np.int64),
+        host=unpack_array(pages.get("host"), "<i4", num_pages, "pages.host").astype(np.int64),
+        indexer_generations=unpack_array(
+            gens.get("indexer"), "<u8", num_pages, "generations.indexer").astype(np.uint64),
+        resident_generations=rows(gens, "generations", "<u8").astype(np.uint64),
+        host_generations=unpack_array(gens.get("host"), "<u8", num_pages, "generations.host").astype(np.uint64))
+
+
+def _check_table(table: PageTable, endpoints: Sequence[RankEndpoint]) -> None:
+    device = min(endpoint.region(INDEXER).num_pages for endpoint in endpoints)
+    host = min((endpoint.region(HOST).num_pages if endpoint.has_host() else 1) for endpoint in endpoints)
+    checks = [("indexer", table.indexer, table.indexer_generations, device, 1),
+              ("host", table.host, table.host_generations, host, 0)]
+    checks += [(f"resident[{g}]", table.resident[g], table.resident_generations[g], device, 0)
+               for g in range(table.resident.shape[0])]
+    for name, ids, gens, limit, least in checks:
+        bad = np.flatnonzero((ids < least) | (ids >= limit))
+        if bad.size:
+            raise ProtocolError(f"pages.{name}[{bad[0]}] = {ids[bad[0]]} is outside {least}..{limit - 1}")
+        bad = np.flatnonzero((ids != 0) & (gens == 0))
+        if bad.size:
+            raise ProtocolError(f"generations.{name}[{bad[0]}] is 0 for page {ids[bad[0]]}")
+    held = (table.resident != 0).all(axis=0) if table.resident.shape[0] else np.zeros(table.num_pages, bool)
+    bad = np.flatnonzero(~held & (table.host == 0))
+    if bad.size:
+        raise ProtocolError(f"prefill holds page {bad[0]} neither resident in every group nor on the host")
+
+
+# ------------------------------------------------------------------------------------ notices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What decode tells prefill about a lease: `release` (drop it) or `renew` (heartbeat)."""
+
+    kind: str
+    lease_id: str
+    reason: str = ""
+
+
+def encode_notice(notice: Notice) -> bytes:
+    """UTF-8 JSON, at most MAX_NOTICE_BYTES."""
+    return json.dumps({"v": WIRE_VERSION, "kind": notice.kind, "lease": notice.lease_id,
+                       "reason": notice.reason[:200]}).encode()
+
+
+def decode_notice(payload: bytes) -> Notice:
+    """Raises ProtocolError when the bytes are not a notice of this version."""
+    if len(payload) > MAX_NOTICE_BYTES:
+        raise ProtocolError(f"a notice has {len(payload)} bytes, at most {MAX_NOTICE_BYTES} are allowed")
+    try:
+        data = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a notice is not JSON: {type(error).__name__}") from error
+    data = read_mapping(data, "notice")
+    if data.get("v") != WIRE_VERSION or data.get("kind") not in ("release", "renew"):
+        raise ProtocolError(f"unknown notice: version {data.get('v')!r:.40}, kind {data.get('kind')!r:.40}")
+    reason = data.get("reason", "")
+    return Notice(kind=data["kind"], lease_id=read_text(data, "lease"),
+                  reason=reason if isinstance(reason, str) else "")

@@ -1,0 +1,56 @@
+"""The Transport protocol: one-sided reads and notices between agents. Every call comes from the thread that owns it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Descriptors = npt.NDArray[np.int64]
+"""[n, 3]: remote address, local address, bytes."""
+
+
+class Transport(Protocol):
+    """A named agent. Not thread-safe: one thread makes every call, construction included.
+
+    Reads may complete in any order, and their parts too. After `disconnect(peer)` or `close()` returns, no read of that
+    peer writes local memory any more: this is what ends the quarantine of a transfer that never completes.
+    """
+
+    name: str
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Makes [address, address + num_bytes) readable by peers and usable as a destination. Raises TransferError."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs for connect(). Covers everything registered so far."""
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        """Adds a peer. Raises TransferError: it calls itself something else, is gone, or the metadata is unusable."""
+
+    def read(self, peer: str, descriptors: Descriptors) -> Any:
+        """Posts one READ of all descriptors; returns its handle. May block for the copy.
+
+        Raises:
+            TransferError: nothing was posted (dead peer, range outside a registration, unknown peer).
+        """
+
+    def poll(self, handle: Any) -> bool:
+        """True = every byte is here, False = in progress. The handle is released when it returns True or raises.
+
+        Raises:
+            TransferError: the read failed and is drained: it writes nothing any more.
+        """
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a message without waiting for its delivery. Raises TransferError when the peer is known to be gone."""
+
+    def notices(self) -> list[bytes]:
+        """Messages that peers sent since the last call. Never blocks."""
+
+    def disconnect(self, peer: str) -> None:
+        """Aborts the peer's reads, releases their handles, closes the endpoint. Idempotent."""
+
+    def close(self) -> None:
+        """Disconnects every peer, deregisters, destroys the agent. Idempotent."""
