@@ -86,6 +86,12 @@ class LocalExecutor:
             raise ConfigError(f"{self._num_ranks} ranks run in their own processes; there is no inline rank")
         return self._inline
 
+    @property
+    def handshakes(self) -> list[Any]:
+        """Address of each rank's first connector that has one (P/D), by rank; [] = none has."""
+        of_ranks = self._ranks.handshakes if self._ranks is not None else [self.rank_engine.handshakes]
+        return [of_rank[0] for of_rank in of_ranks if of_rank]
+
     def submit(self, command: StepCommand) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -152,7 +158,7 @@ class _RankProcesses:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-            self._gather(START_TIMEOUT_S, "start")
+            self.handshakes: list[tuple[Any, ...]] = self._gather(START_TIMEOUT_S, "start")
         except BaseException:
             self.stop()
             raise
@@ -264,7 +270,7 @@ def _rank_main(pipe: Connection, config: HiSparseConfig, rank: int, incarnation:
             pool = HostPool.attach(layout, host_blocks(config.cache, layout, config.model.max_model_len), pool_path)
         engine = RankEngine(config, rank=rank, num_ranks=size, incarnation=incarnation, host_pool=pool,
                             extra_connectors=connectors, process_group=group)
-        pipe.send(("ok", None))
+        pipe.send(("ok", engine.handshakes))
         while (command := pipe.recv()) is not None:
             pipe.send(("ok", engine.execute(command)))
     except (EOFError, BrokenPipeError):

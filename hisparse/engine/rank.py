@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,14 @@ from hisparse.layout import KVCacheLayout
 from hisparse.types import StepCommand, StepResult
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.worker import WorkerParts, build_worker
+
+
+@runtime_checkable
+class Handshaking(Protocol):
+    """A worker connector whose peers must know this rank's address."""
+
+    def handshake(self) -> Any: ...
+
 
 ConnectorFactory = Callable[[WorkerParts], WorkerConnector]
 """Makes a worker connector over one rank's memory, e.g. P/D's, which registers it with NIXL."""
@@ -43,6 +52,7 @@ class RankEngine:
         process_group: gloo group of the ranks; None with one rank.
     Attributes:
         layout, parts, model: read-only, for connectors and tests.
+        handshakes: addresses of the extra connectors that have one (P/D), in order.
     Raises:
         ConfigError: the checkpoint cannot be loaded or split, or sizes do not fit.
     """
@@ -74,8 +84,9 @@ class RankEngine:
             children.append(HiSparseConnectorWorker(self.parts.worker))
             if config.cache.offload_indexer and config.cache.prefix_cache:
                 children.append(OffloadingWorker(self.parts.cache, self.layout, capacity_pages=num_host_blocks))
-        for item in extra_connectors:
-            children.append(item if isinstance(item, WorkerConnector) else item(self.parts))
+        extra = [item if isinstance(item, WorkerConnector) else item(self.parts) for item in extra_connectors]
+        children += extra
+        self.handshakes = tuple(item.handshake() for item in extra if isinstance(item, Handshaking))
         self._connectors = MultiWorkerConnector(children)
         self._last_step: int | None = None
         self._stopped = False
