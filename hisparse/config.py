@@ -83,6 +83,8 @@ class PDConfig(_Section):
     verify: Literal["off", "checksum"] = "off"
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     max_retries: int = Field(3, ge=0, description="Prefill retries before the first token.")
+    local_prefill_tokens: int = Field(16384, ge=0, description="Prompt tokens a decode engine may recompute at once "
+                                      "(policy recompute) when prefill failed; more are refused with 503.")
     transport: Literal["nixl", "loopback"] = "nixl"
 
 
@@ -94,6 +96,8 @@ class ServeConfig(_Section):
     prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
     decode_replicas: int = Field(1, ge=1)
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
+    start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
+    step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
     max_body_bytes: int = Field(8 << 20, ge=1024)
     api_keys: tuple[str, ...] = ()
 
