@@ -38,8 +38,16 @@ class RowBatch:
     """Row ids that append computed once per group. Written by HiSparseCacheHandle."""
 
     @classmethod
-    def build(cls, seats: Sequence[int], positions: Sequence[int], *, writes: bool | Sequence[bool] = True,
-              is_prefill: bool = False, plain_tables: bool = False, device: str = "cpu") -> RowBatch:
+    def build(
+        cls,
+        seats: Sequence[int],
+        positions: Sequence[int],
+        *,
+        writes: bool | Sequence[bool] = True,
+        is_prefill: bool = False,
+        plain_tables: bool = False,
+        device: str = "cpu",
+    ) -> RowBatch:
         """From Python numbers.
 
         Example: `RowBatch.build([3] * 4, range(8, 12), is_prefill=True)` is a chunk of four tokens of seat 3.
@@ -51,13 +59,16 @@ class RowBatch:
         if len(positions) != n or len(flags) != n:
             raise InvariantError(f"a batch of {n} seats has {len(positions)} positions and {len(flags)} write flags")
         if is_prefill and (len(set(seats)) != 1 or list(positions) != list(range(positions[0], positions[0] + n))):
-            raise InvariantError("a prefill batch must be consecutive positions of one seat, got "
-                                 f"seats {sorted(set(seats))}, positions {positions[0]}..{positions[-1]}")
+            raise InvariantError(
+                "a prefill batch must be consecutive positions of one seat, got "
+                f"seats {sorted(set(seats))}, positions {positions[0]}..{positions[-1]}"
+            )
         return cls(
             seats=torch.tensor(list(seats), dtype=torch.int32, device=device),
             positions=torch.tensor(list(positions), dtype=torch.int64, device=device),
             writes=torch.tensor(flags, dtype=torch.bool, device=device),
-            is_prefill=is_prefill, plain_tables=plain_tables,
+            is_prefill=is_prefill,
+            plain_tables=plain_tables,
         )
 
     @property

@@ -27,8 +27,8 @@ class CopyQueue:
     """One thread, one event per transfer.
 
     Args:
-        hook: called with the transfer id in the copy thread just before each copy: it may sleep, block, or raise to make
-            the transfer fail. For tests.
+        hook: called with the transfer id in the copy thread just before each copy: it may sleep, block, or raise to
+            make the transfer fail. For tests.
     """
 
     def __init__(self, *, name: str = "hisparse-copy", hook: Callable[[int], None] | None = None) -> None:
@@ -105,7 +105,9 @@ class CopyQueue:
         self._go.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TransferError(f"the copy thread did not end within {timeout_s} s; {self.num_pending} transfers are left")
+            raise TransferError(
+                f"the copy thread did not end within {timeout_s} s; {self.num_pending} transfers are left"
+            )
 
     def _run(self) -> None:
         while True:

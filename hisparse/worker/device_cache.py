@@ -92,13 +92,21 @@ class DeviceCache:
     def view(self, layer: int) -> PagedCacheView:
         """The binding of `layer` to its rows."""
         layout = self.layout
-        return PagedCacheView(rows=self.rows, layer=layer, row_offset=layout.layer_row_offset[layer],
-                              rows_per_block=layout.rows_per_block, block_size=layout.block_size)
+        return PagedCacheView(
+            rows=self.rows,
+            layer=layer,
+            row_offset=layout.layer_row_offset[layer],
+            rows_per_block=layout.rows_per_block,
+            block_size=layout.block_size,
+        )
 
     def indexer_keys(self, i: int) -> Tensor:
-        """Keys of the i-th indexer layer: [num_blocks, block_size, index_head_dim], a strided view of the allocation."""
+        """Keys of the i-th indexer layer: [num_blocks, block_size, index_head_dim], a strided view."""
         size, dim = self.layout.block_size, self.layout.shape.index_head_dim
-        return self._indexer[:, i * size * dim : (i + 1) * size * dim].unflatten(1, (size, dim))
+        row_stride = self._indexer.stride(0)
+        return self._indexer.as_strided(
+            (self.num_blocks, size, dim), (row_stride, dim, 1), self._indexer.storage_offset() + i * size * dim
+        )
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fills whole blocks with NaN (no rows are lost that anybody may read; a debugging aid)."""

@@ -21,20 +21,23 @@ class KVTables:
         hot_rows_max: most rows of a hot region (0 when HiSparse is off).
 
     Attributes:
-        tables: per group id, int32 [max_seats, width]; 0 = null. Width: pages of `max_model_len`, or blocks of a region.
+        tables: per group id, int32 [max_seats, width]; 0 = null. Width: pages of `max_model_len`, or a region's blocks.
         hot_rows: int32 [num hot groups, max_seats], rows of each region now; 0 = none.
         mirrors: int32 [max_seats, pages]: host block behind a page that this step may write, 0 = skip. One step only.
     """
 
-    def __init__(self, layout: KVCacheLayout, *, max_seats: int, max_model_len: int, hot_rows_max: int,
-                 device: str = "cpu") -> None:
+    def __init__(
+        self, layout: KVCacheLayout, *, max_seats: int, max_model_len: int, hot_rows_max: int, device: str = "cpu"
+    ) -> None:
         self.layout = layout
         self.max_seats = max_seats
         self.pages = layout.pages(max_model_len)
         hot_width = layout.hot_blocks(hot_rows_max)
         hot_ids = {group.group_id for group in layout.hots}
         self.tables: list[Tensor] = [
-            torch.zeros((max_seats, hot_width if group.group_id in hot_ids else self.pages), dtype=torch.int32, device=device)
+            torch.zeros(
+                (max_seats, hot_width if group.group_id in hot_ids else self.pages), dtype=torch.int32, device=device
+            )
             for group in layout.groups
         ]
         self.hot_rows = torch.zeros((len(layout.hots), max_seats), dtype=torch.int32, device=device)
@@ -73,8 +76,8 @@ class KVTables:
             end = update.first_page + len(update.ids)
             if update.first_page < 0 or end > table.shape[1] or not 0 <= update.num_pages <= table.shape[1]:
                 raise InvariantError(
-                    f"table update of seat {update.seat}, group {update.group_id} covers entries {update.first_page}..{end} "
-                    f"of {update.num_pages}, but the table has {table.shape[1]}"
+                    f"table update of seat {update.seat}, group {update.group_id} covers entries {update.first_page}.."
+                    f"{end} of {update.num_pages}, but the table has {table.shape[1]}"
                 )
             row = table[update.seat]
             if update.ids:
@@ -95,8 +98,8 @@ class KVTables:
             row = self.hot(item.hot_group)[item.seat]
             if item.rows < 0 or blocks > row.shape[0] or bool((row[:blocks] == 0).any()):
                 raise InvariantError(
-                    f"seat {item.seat}, hot group {item.hot_group}: {item.rows} hot rows need {blocks} blocks, the table "
-                    f"holds {int((row != 0).sum())} of at most {row.shape[0]}"
+                    f"seat {item.seat}, hot group {item.hot_group}: {item.rows} hot rows need {blocks} blocks, the "
+                    f"table holds {int((row != 0).sum())} of at most {row.shape[0]}"
                 )
             self.hot_rows[item.hot_group, item.seat] = item.rows
 
@@ -109,7 +112,9 @@ class KVTables:
             self._check_seat(span.seat, "mirror span")
             end = span.first_page + len(span.host_blocks)
             if span.first_page < 0 or end > self.pages:
-                raise InvariantError(f"mirror span of seat {span.seat} covers pages {span.first_page}..{end} of {self.pages}")
+                raise InvariantError(
+                    f"mirror span of seat {span.seat} covers pages {span.first_page}..{end} of {self.pages}"
+                )
             blocks = torch.tensor(span.host_blocks, dtype=torch.int32)
             self.mirrors[span.seat, span.first_page : end] = blocks.clamp(min=0)
             self._mirrored.add(span.seat)

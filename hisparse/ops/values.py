@@ -1,0 +1,101 @@
+"""State of the hot regions of one index group, and what one resolve of it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HotState:
+    """Replacement state of one index group's hot regions. Changed in place by `resolve` and `reset_seat` only.
+
+    Attributes:
+        slot_tag: int32 [seats, slots], position held by a slot, -1 = empty. Slots beyond a region's size are empty.
+        pos_slot: int16 [seats, positions], slot of a position, -1 = not hot.
+        use: uint8 [seats, slots], 2-bit use counter.
+        hand: int32 [seats], slot at which the next search for a victim starts.
+    """
+
+    slot_tag: Tensor
+    pos_slot: Tensor
+    use: Tensor
+    hand: Tensor
+
+    @classmethod
+    def empty(cls, seats: int, slots: int, positions: int, device: str | torch.device = "cpu") -> HotState:
+        return cls(
+            slot_tag=torch.full((seats, slots), -1, dtype=torch.int32, device=device),
+            pos_slot=torch.full((seats, positions), -1, dtype=torch.int16, device=device),
+            use=torch.zeros((seats, slots), dtype=torch.uint8, device=device),
+            hand=torch.zeros((seats,), dtype=torch.int32, device=device),
+        )
+
+    def check(self, hot_rows: Tensor) -> None:
+        """Raises InvariantError unless tags and positions name each other, none beyond `hot_rows` int64 [seats]."""
+        seat, slot = (self.slot_tag >= 0).nonzero(as_tuple=True)
+        tag = self.slot_tag[seat, slot].long()
+        if not torch.equal(self.pos_slot[seat, tag].long(), slot):
+            raise InvariantError(f"hot tags and positions disagree, seats {sorted(set(seat.tolist()))}")
+        if int((self.pos_slot >= 0).sum()) != seat.numel():
+            raise InvariantError(
+                f"{int((self.pos_slot >= 0).sum())} positions are hot but {seat.numel()} slots are tagged"
+            )
+        if bool((slot >= hot_rows[seat]).any()):
+            raise InvariantError("a slot beyond its region's size is tagged")
+        if bool((self.use > 3).any()) or bool(((self.use > 0) & (self.slot_tag < 0)).any()):
+            raise InvariantError("a use counter is out of range, or counts an empty slot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MissPlan:
+    """Copies that a leader's resolve made, for its followers to repeat in their own layers.
+
+    Attributes:
+        host_rows: int64 [m], row of the layer's host view. device_rows: int64 [m], flat row id in the leader's layer.
+        rows: int64 [m], query row that first referenced the position.
+    """
+
+    host_rows: Tensor
+    device_rows: Tensor
+    rows: Tensor
+
+    @property
+    def count(self) -> int:
+        return int(self.host_rows.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resolution:
+    """Result of one resolve.
+
+    Attributes:
+        row_ids: int64 [n, k], flat device rows of the leader's layer, -1 = none.
+        host_ids: int64 [n, k] or None: rows of the layer's host view for entries of prefill rows that are not resident.
+        valid: int32 [n], entries of each row that name a row (device or host).
+        fits: bool [n]; False = this verification row did not fit the hot region and all of its entries are -1.
+        plan: copies made; empty when everything was resident or hot.
+        resident, hot, miss: int64 [n], entries served by each tier; their sum plus host entries is `valid`. An entry
+            that shares a miss of an earlier entry counts as hot.
+        row_offset: of the leader's layer inside a block, contained in `row_ids` and in the plan.
+    """
+
+    row_ids: Tensor
+    host_ids: Tensor | None
+    valid: Tensor
+    fits: Tensor
+    plan: MissPlan
+    resident: Tensor
+    hot: Tensor
+    miss: Tensor
+    row_offset: int
+
+    def shifted(self, row_offset: int) -> Tensor:
+        """`row_ids` in a layer of the same group whose page starts `row_offset` rows into the block."""
+        if row_offset == self.row_offset:
+            return self.row_ids
+        return torch.where(self.row_ids >= 0, self.row_ids + (row_offset - self.row_offset), self.row_ids)

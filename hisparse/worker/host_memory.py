@@ -1,0 +1,151 @@
+"""Host memory of pools: is there room, whose file is it, and which files have no owner any more.
+
+Checks come before anything is allocated, and say needed, free and how to fix it. Nothing here maps memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hisparse.errors import ConfigError
+
+GIB = 1 << 30
+SHM = Path("/dev/shm")
+_PREFIX = "hisparse-pool"
+_NAME = re.compile(rf"{_PREFIX}\.(?P<label>[\w-]+)\.(?P<pid>\d+)\.(?P<start>\d+)\.(?P<space>\d+)$")
+
+
+def pool_path(label: str, directory: str | Path = SHM) -> Path:
+    """Name of a shared pool owned by this process: label, pid, its start time (unique per boot) and pid namespace.
+
+    Raises:
+        ConfigError: the label has characters other than letters, digits, `_` and `-`.
+    """
+    if not re.fullmatch(r"[\w-]+", label):
+        raise ConfigError(f"a pool label may hold letters, digits, '_' and '-' only, got {label!r}")
+    pid = os.getpid()
+    return Path(directory) / f"{_PREFIX}.{label}.{pid}.{process_start(pid)}.{_pid_namespace()}"
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a live process in clock ticks since boot; None when there is none (or it is a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def sweep(directory: str | Path = SHM) -> list[Path]:
+    """Removes pool files whose owner is dead and that no live process maps; returns them.
+
+    A file is kept while its owner lives (pid and start time match, same pid namespace) or anybody holds its lock: every
+    process that maps a pool holds a shared lock on the file for as long as it lives, whatever its namespace.
+    """
+    removed = []
+    for path in sorted(Path(directory).glob(f"{_PREFIX}.*")):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        same_space = int(match["space"]) == _pid_namespace()
+        if same_space and process_start(int(match["pid"])) == int(match["start"]):
+            continue
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+    return removed
+
+
+def check_file_room(path: Path, needed_bytes: int, available_bytes: int | None = None) -> None:
+    """Raises ConfigError unless the file system of `path`, and memory behind it, has room for `needed_bytes`."""
+    try:
+        stat = os.statvfs(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot place the shared host pool at {path}: {error.strerror}") from error
+    free = stat.f_bavail * stat.f_frsize
+    if needed_bytes > free:
+        raise ConfigError(
+            f"the shared host pool needs {needed_bytes} bytes ({needed_bytes / GIB:.2f} GiB) in {path.parent}, which "
+            f"has {free} bytes free ({free / GIB:.2f} GiB), for {path}; enlarge it (docker --shm-size, a medium: Memory "
+            "volume's sizeLimit, mount -o remount,size=) or lower cache.host_pool_gib"
+        )
+    check_memory(needed_bytes, what=f"the shared host pool {path}", available_bytes=available_bytes)
+
+
+def check_memory(needed_bytes: int, *, what: str, available_bytes: int | None = None) -> None:
+    """Raises ConfigError unless this node (and cgroup) has `needed_bytes` of memory available."""
+    free = available_memory() if available_bytes is None else available_bytes
+    if needed_bytes > free:
+        raise ConfigError(
+            f"{what} needs {needed_bytes} bytes ({needed_bytes / GIB:.2f} GiB) of memory and {free} bytes "
+            f"({free / GIB:.2f} GiB) are available; lower cache.host_pool_gib or share one pool between ranks "
+            "(cache.host_pool: shared)"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated now: MemAvailable, or what the cgroup limit leaves, whichever is less."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def check_memlock(pool_bytes: int, num_devices: int, limit_bytes: int | None = None) -> None:
+    """Raises ConfigError unless RLIMIT_MEMLOCK covers the pool once for each device that registers it."""
+    if limit_bytes is None:
+        limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    needed = pool_bytes * num_devices
+    if limit_bytes != resource.RLIM_INFINITY and needed > limit_bytes:
+        raise ConfigError(
+            f"pinning the host pool for {num_devices} devices needs {needed} bytes of locked memory ({pool_bytes} each) "
+            f"and RLIMIT_MEMLOCK is {limit_bytes}; raise it (ulimit -l unlimited, docker --ulimit memlock=-1, IPC_LOCK)"
+        )
+
+
+@contextlib.contextmanager
+def populate_turn(
+    directory: str | Path = SHM, *, waiting: Callable[[], None] | None = None, poll_s: float = 0.05
+) -> Iterator[None]:
+    """One process of a node populates (or pins) at a time; `waiting` is called at each poll until it is our turn.
+
+    The turn is a lock on `directory` itself: it leaves no file and ends with the process, so a killed one blocks nobody.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waiting is not None:
+                    waiting()
+                time.sleep(poll_s)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

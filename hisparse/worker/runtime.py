@@ -1,0 +1,140 @@
+"""One index group's host and hot views and replacement state: its leader resolves, its followers replay."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hisparse import ops
+from hisparse.errors import InvariantError
+from hisparse.layout import KVCacheLayout
+from hisparse.ops import HotState, Resolution
+from hisparse.worker.batch import RowBatch
+from hisparse.worker.counters import Counters
+from hisparse.worker.device_cache import DeviceCache
+from hisparse.worker.host_pool import HostPool
+from hisparse.worker.tables import KVTables
+
+
+class HiSparseRuntime:
+    """Replacement state of one index group. Followers have none: they repeat their leader's copies.
+
+    Args:
+        index_group: index into `layout.shape.index_groups`.
+        host_pool: None when HiSparse is off; then every context must be resident.
+
+    Attributes:
+        hot_group: index into `layout.hots` of the group whose blocks and sizes this one uses.
+        state: HotState, or None without a host pool.
+    """
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        index_group: int,
+        *,
+        cache: DeviceCache,
+        host_pool: HostPool | None,
+        tables: KVTables,
+        counters: Counters,
+    ) -> None:
+        self.index_group = index_group
+        self.leader = layout.shape.index_groups[index_group].leader
+        self.hot_group = layout.layer_group[self.leader]
+        self._layout = layout
+        self._cache = cache
+        self._host = host_pool
+        self._tables = tables
+        self._counters = counters
+        self._ops = ops.backend(cache.device)
+        self.state: HotState | None = None
+        if host_pool is not None:
+            slots = tables.hot(self.hot_group).shape[1] * layout.block_size
+            self.state = HotState.empty(tables.max_seats, slots, tables.pages * layout.block_size, cache.device)
+
+    def resolve(self, layer: int, topk: Tensor, batch: RowBatch) -> Resolution:
+        """Where the rows that `topk` [n, k] names are, in the rows of `layer` once its copies are made.
+
+        The leader resolves and leaves the Resolution in `batch.plans`; a follower takes it from there and repeats the
+        leader's copies in its own rows (`topk` is the leader's and is not looked at again).
+        Mutates the hot state, hot rows of `layer`, and `batch.plans`.
+        Raises:
+            InvariantError: no page behind a position, a region too small for a request's first row, a follower without
+                its leader's plan, or a leader twice in one batch.
+        """
+        layout = self._layout
+        found: Resolution | None = batch.plans.get(self.index_group)
+        if layer != self.leader:
+            if found is None:
+                raise InvariantError(f"layer {layer} attends before its leader, layer {self.leader}, did in this batch")
+            if found.plan.count and self._host is not None:
+                delta = layout.layer_row_offset[layer] - found.row_offset
+                self._ops.replay(found.plan, delta, self._cache.rows, self._host.rows(layer))
+        else:
+            if found is not None:
+                raise InvariantError(f"layer {layer} attends twice in one batch; make a RowBatch for each forward")
+            found = batch.plans[self.index_group] = self._resolve_leader(topk, batch)
+        self._counters.add("resident_rows", batch.seats, found.resident)
+        if self.state is not None and not batch.plain_tables and not batch.is_prefill:
+            self._counters.add("hot_rows", batch.seats, found.hot)
+            self._counters.add("miss_rows", batch.seats, found.miss)
+        return found
+
+    def reset(self, seat: int, from_slot: int, from_position: int) -> None:
+        """Empties a seat's slots; see `ops.reference.reset_seat`."""
+        if self.state is not None:
+            self._ops.reset_seat(self.state, seat, from_slot=from_slot, from_position=from_position)
+
+    def check(self) -> None:
+        """Raises InvariantError unless the state is consistent with itself and with the region sizes."""
+        if self.state is not None:
+            self.state.check(self._tables.hot_rows[self.hot_group].long())
+
+    def _resolve_leader(self, topk: Tensor, batch: RowBatch) -> Resolution:
+        layout, tables = self._layout, self._tables
+        resident_table = tables.resident(self.hot_group)
+        row_offset = layout.layer_row_offset[self.leader]
+        if topk.shape[0] != batch.num_rows:
+            raise InvariantError(f"top-k of {topk.shape[0]} rows for a batch of {batch.num_rows}")
+        if self._host is None or self.state is None or batch.plain_tables or batch.is_prefill:
+            source = None if self._host is None or batch.plain_tables else tables.source
+            by_page: Resolution = self._ops.resolve_pages(
+                topk,
+                batch.seats,
+                batch.context_len,
+                resident_table=resident_table,
+                source_table=source,
+                block_size=layout.block_size,
+                rows_per_block=layout.rows_per_block,
+                row_offset=row_offset,
+            )
+            return by_page
+        hot_rows = tables.hot_rows[self.hot_group]
+        found: Resolution = self._ops.resolve(
+            topk,
+            batch.seats,
+            batch.context_len,
+            resident_table=resident_table,
+            source_table=tables.source,
+            hot_table=tables.hot(self.hot_group),
+            hot_rows=hot_rows,
+            state=self.state,
+            block_size=layout.block_size,
+            rows_per_block=layout.rows_per_block,
+            row_offset=row_offset,
+            rows=self._cache.rows,
+            host_rows=self._host.rows(self.leader),
+        )
+        if not bool(found.fits.all()):
+            self._check_first_rows(found.fits, batch, hot_rows)
+        return found
+
+    def _check_first_rows(self, fits: Tensor, batch: RowBatch, hot_rows: Tensor) -> None:
+        """A later verification row may be refused (its drafts are then not accepted); the first one must fit."""
+        seen: set[int] = set()
+        for row, seat in enumerate(batch.seats.tolist()):
+            if seat not in seen and seat >= 0 and not bool(fits[row]):
+                raise InvariantError(
+                    f"seat {seat} selects more non-resident rows than its hot region of {int(hot_rows[seat])} holds "
+                    f"(hot group {self.hot_group}, position {int(batch.positions[row])}): it needed a region"
+                )
+            seen.add(seat)
