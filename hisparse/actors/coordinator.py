@@ -84,25 +84,36 @@ class _Streams:
 
 
 class CoordinatorActor:
-    """One per engine. `build(*args)` makes the core inside the actor's process.
+    """One per engine.
 
     Args:
         stall_s: a loop without a turn for so long is unhealthy.
     """
 
-    def __init__(self, build: Callable[..., Core], *args: Any, stall_s: float = 60.0) -> None:
+    def __init__(self, stall_s: float = 60.0) -> None:
+        self._stall_s = stall_s
         self._streams = _Streams()
-        self._engine = EngineLoop(build(*args), self._deliver, stall_s=stall_s)
-        self._engine.start()
+        self._loop: EngineLoop | None = None
+
+    async def start(self, build: Callable[..., Core], *args: Any) -> int:
+        """Makes the core with `build(*args)` in this process and starts its loop; returns the process id."""
+        if self._loop is not None:
+            raise InvariantError("the engine was started already")
+        core = await asyncio.to_thread(build, *args)
+        self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s)
+        self._loop.start()
+        return os.getpid()
+
+    @property
+    def _engine(self) -> EngineLoop:
+        if self._loop is None:
+            raise EngineDeadError("the engine was not started")
+        return self._loop
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         self._streams.deliver(outputs)
         if self._engine.dead is not None:
             self._streams.fail(self._engine.dead)
-
-    async def ready(self) -> int:
-        """Answers once the engine runs; the process id."""
-        return os.getpid()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         """Adds the request and yields its increments; the last one has a finish reason.
@@ -134,7 +145,7 @@ class CoordinatorActor:
         finally:
             self._streams.close(request.request_id)
             if added and not finished:
-                self._engine.call(lambda core: core.abort(request.request_id))
+                self._engine.call(lambda core: _abort(core, request.request_id))
 
     async def complete(self, request: EngineRequest) -> RequestOutput:
         """The whole output at once; for prefill engines, whose last increment has `kv_transfer_params`."""
@@ -146,9 +157,11 @@ class CoordinatorActor:
         return whole
 
     async def abort(self, request_id: str) -> None:
-        """Stops a request, whoever listens; unknown ids are ignored. Its listener gets a final output."""
+        """Stops a request, whoever listens; its listener gets a final output. On a prefill engine it also ends the
+        lease of a request that is done, or about to be. Unknown ids are ignored.
+        """
         try:
-            await self._call(lambda core: core.abort(request_id))
+            await self._call(lambda core: _abort(core, request_id))
         except EngineDeadError:
             logger.debug("abort of %s: the engine is dead", request_id)
 
@@ -172,11 +185,17 @@ class CoordinatorActor:
 
     async def shutdown(self, timeout_s: float = 10.0) -> bool:
         """Aborts what is open and ends the loop; True when it ended in time."""
-        return await asyncio.to_thread(self._engine.stop, timeout_s)
+        return self._loop is None or await asyncio.to_thread(self._loop.stop, timeout_s)
 
     async def _call(self, function: Callable[[Core], T]) -> T:
         future: Future[T] = self._engine.call(function)
         return await asyncio.wrap_future(future)
+
+
+def _abort(core: Core, request_id: str) -> None:
+    core.abort(request_id)
+    if core.pd is not None:
+        core.pd.release_request(request_id)
 
 
 def _check(core: Core) -> str:

@@ -190,7 +190,8 @@ def find_actors(prefix: str) -> list[Actor]:
 
 def current_placement() -> PlacementGroup | None:
     """The placement group this process was started in, or None."""
-    return get_current_placement_group()
+    group: PlacementGroup | None = get_current_placement_group()
+    return group
 
 
 def create_placement(bundles: Sequence[dict[str, float]], *, timeout_s: float) -> PlacementGroup:
@@ -199,7 +200,7 @@ def create_placement(bundles: Sequence[dict[str, float]], *, timeout_s: float) -
     Raises:
         ConfigError: not available within `timeout_s`; says what was asked and what the cluster has. Nothing is kept.
     """
-    group = placement_group(list(bundles), strategy="STRICT_PACK")
+    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK")
     if group.wait(timeout_seconds=timeout_s):
         return group
     remove_placement_group(group)
@@ -246,7 +247,3 @@ def stop_cluster() -> None:
     """Disconnects, and ends the cluster if this process started it."""
     ray.shutdown()
 
-
-def node_ip() -> str:
-    """Address of this node as its peers see it."""
-    return str(ray.util.get_node_ip_address())

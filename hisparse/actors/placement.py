@@ -14,7 +14,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 
 HEAD_CPUS = 0.1
-"""Of the bundle that the replica, the coordinator and the keeper share. Small on purpose: two engines start on 2 cores."""
+"""Of the bundle that replica, coordinator and keeper share. Small on purpose: two engines start on 2 cores."""
 RANK_CPUS = 0.1
 """Of the bundle of each rank."""
 ACTOR_CPUS = 0.03

@@ -1,0 +1,177 @@
+"""One engine as a set of actors: keeper, ranks, coordinator; started together, ended together.
+
+`EngineActors` is what a Serve replica, a test or another driver holds. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
+from hisparse.actors.executor import RayExecutor
+from hisparse.actors.handles import Actor, gather, start_actor
+from hisparse.actors.keeper import KeeperActor, Segment
+from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
+from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
+from hisparse.config import HiSparseConfig, model_path
+from hisparse.engine.core import EngineCore
+from hisparse.engine.rank import kv_layout
+from hisparse.engine.tokenizer import Tokenizer
+from hisparse.errors import EngineDeadError
+from hisparse.pd.connector import PDConnectorScheduler
+from hisparse.types import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """Who an engine is: the id is distinct among all engines of all hosts, the incarnation among all starts."""
+
+    engine_id: str
+    incarnation: int
+    app: str
+
+    @classmethod
+    def new(cls, role: str, app: str = "hisparse") -> EngineIdentity:
+        return cls(engine_id=f"{role}-{secrets.token_hex(6)}", incarnation=secrets.randbits(64), app=app)
+
+    @property
+    def actor_name(self) -> str:
+        """Of the coordinator; see `actor_prefix`."""
+        return f"{actor_prefix(self.app)}{self.engine_id}"
+
+
+def actor_prefix(app: str) -> str:
+    """What the names of an app's coordinators start with."""
+    return f"coordinator/{app}/"
+
+
+def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence[Actor],
+               infos: Sequence[RankInfo]) -> EngineCore:
+    """The engine over rank actors, in the coordinator's process."""
+    pd = None
+    if config.pd.role != "colocated":
+        pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
+                                  incarnation=identity.incarnation, num_ranks=len(ranks))
+        pd.set_endpoints([info.endpoint for info in infos if info.endpoint is not None])
+    return EngineCore(
+        config, RayExecutor(ranks, config.serve.step_timeout_s), engine_id=identity.engine_id,
+        incarnation=identity.incarnation, pd=pd, tokenizer=Tokenizer(model_path(config.model)),
+    )
+
+
+@dataclass(slots=True)
+class EngineActors:
+    """The running actors of one engine."""
+
+    config: HiSparseConfig
+    identity: EngineIdentity
+    placement: Placement | None = None
+    keeper: Actor | None = None
+    ranks: list[Actor] = field(default_factory=list)
+    coordinator: Actor | None = None
+    segment: Segment | None = None
+
+    @classmethod
+    def start(cls, config: HiSparseConfig, identity: EngineIdentity) -> EngineActors:
+        """Blocks until the engine answers, within `serve.start_timeout_s`.
+
+        Raises:
+            ConfigError: model, sizes or resources do not fit.
+            EngineDeadError, TimeoutError: an actor died or did not answer. Whatever the error, nothing is left running.
+        """
+        engine = cls(config, identity)
+        try:
+            engine._start()
+        except BaseException:
+            engine.stop()
+            raise
+        return engine
+
+    def _start(self) -> None:
+        config, limit_s = self.config, self.config.serve.start_timeout_s
+        self.placement = Placement.acquire(config, timeout_s=min(limit_s, 60.0))
+        group, name = self.placement.group, self.identity.engine_id
+        capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
+        # All processes boot side by side; only then do they wait for each other.
+        for rank in range(config.tensor_parallel_size):
+            self.ranks.append(start_actor(
+                RankWorkerActor, config, label=f"rank {rank} of {name}", placement=group,
+                bundle=self.placement.rank_bundle(rank), num_cpus=RANK_CPUS,
+            ))
+        coordinator = self.coordinator = start_actor(
+            CoordinatorActor, config.serve.step_timeout_s, label=f"coordinator of {name}", placement=group, bundle=0,
+            name=self.identity.actor_name, num_cpus=ACTOR_CPUS, max_concurrency=capacity + 64,
+        )
+        if config.cache.enabled and config.cache.host_pool != "private":
+            self.keeper = start_actor(KeeperActor, name, label=f"keeper of {name}", placement=group, bundle=0,
+                                      num_cpus=ACTOR_CPUS)
+            self.segment = self.keeper.call("create", config, timeout_s=limit_s)
+        with tempfile.TemporaryDirectory(prefix="hisparse-rendezvous-") as scratch:
+            setups = [
+                RankSetup(engine_id=name, incarnation=self.identity.incarnation, rank=rank, segment=self.segment,
+                          rendezvous=f"file://{Path(scratch) / 'store'}")
+                for rank in range(len(self.ranks))
+            ]
+            infos = gather([actor.start("setup", setup) for actor, setup in zip(self.ranks, setups)], limit_s)
+        coordinator.call("start", build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
+
+    @property
+    def front(self) -> Actor:
+        """The coordinator. Raises EngineDeadError before the start and after the stop."""
+        if self.coordinator is None:
+            raise EngineDeadError(f"engine {self.identity.engine_id} is not running")
+        return self.coordinator
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """See `CoordinatorActor.generate`. The caller bounds the wait and calls `abort` when it stops listening."""
+        return self.front.stream("generate", request)
+
+    async def complete(self, request: EngineRequest, *, timeout_s: float) -> RequestOutput:
+        """See `CoordinatorActor.complete`."""
+        output: RequestOutput = await self.front.acall("complete", request, timeout_s=timeout_s)
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """Stops a request; on a prefill engine also ends its lease. Unknown ids are ignored."""
+        await self.front.acall("abort", request_id, timeout_s=CALL_TIMEOUT_S)
+
+    async def stats(self, check: bool = False) -> dict[str, Any]:
+        """See `CoordinatorActor.stats`."""
+        report: dict[str, Any] = await self.front.acall("stats", check, timeout_s=CALL_TIMEOUT_S)
+        return report
+
+    async def health(self) -> dict[str, Any]:
+        """See `CoordinatorActor.health`."""
+        report: dict[str, Any] = await self.front.acall("health", timeout_s=CALL_TIMEOUT_S)
+        return report
+
+    def stop(self) -> None:
+        """Ends the loop, then the ranks, then unlinks the pool; who does not answer in time is killed. Idempotent."""
+        coordinator, ranks, keeper = self.coordinator, self.ranks, self.keeper
+        self.coordinator, self.ranks, self.keeper = None, [], None
+        for actors, method in (([coordinator], "shutdown"), (ranks, "shutdown"), ([keeper], "stop")):
+            alive = [actor for actor in actors if actor is not None]
+            try:
+                gather([actor.start(method) for actor in alive], STOP_TIMEOUT_S)
+            except Exception as error:
+                logger.warning("stop of engine %s: %s", self.identity.engine_id, error)
+            for actor in alive:
+                actor.kill()
+        if self.segment is not None:
+            with suppress(OSError):  # the keeper died: its file goes with its engine
+                Path(self.segment.path).unlink()
+        if self.placement is not None:
+            self.placement.release()
+            self.placement = None

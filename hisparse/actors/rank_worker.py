@@ -1,0 +1,119 @@
+"""One tensor-parallel rank of an engine as an actor: its process, its mapping of the host pool, its `RankEngine`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hisparse.actors.keeper import Segment, hold
+from hisparse.config import HiSparseConfig, host_blocks
+from hisparse.connector.base import WorkerConnector
+from hisparse.engine.parallel import join_group, leave_group
+from hisparse.engine.rank import RankEngine, kv_layout
+from hisparse.errors import ConfigError, InvariantError
+from hisparse.pd.connector import PDConnectorWorker
+from hisparse.pd.endpoint import RankEndpoint
+from hisparse.types import StepCommand, StepResult
+from hisparse.worker.host_pool import HostPool
+from hisparse.worker.worker import WorkerParts
+
+COLLECTIVE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a rank needs to start.
+
+    Attributes:
+        segment: of the shared host pool; None = a private pool, or none when HiSparse is off.
+        rendezvous: where the ranks meet (a URL of torch.distributed), the same for all.
+    """
+
+    engine_id: str
+    incarnation: int
+    rank: int
+    segment: Segment | None
+    rendezvous: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """What a started rank tells: its process and, for prefill and decode engines, its transfer endpoint."""
+
+    rank: int
+    pid: int
+    endpoint: RankEndpoint | None
+
+
+class RankWorkerActor:
+    """Executes steps; decides nothing. A failed step is answered with its exception, and the engine ends."""
+
+    def __init__(self, config: HiSparseConfig) -> None:
+        self._config = config
+        self._engine: RankEngine | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._descriptor = -1
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def setup(self, setup: RankSetup) -> RankInfo:
+        """Loads the model and opens the pools. Collective when there are several ranks: call every rank at once.
+
+        Raises:
+            ConfigError: the checkpoint or the sizes do not fit.
+        """
+        if self._engine is not None:
+            raise InvariantError(f"rank {setup.rank} of {setup.engine_id} was set up already")
+        config, size = self._config, self._config.tensor_parallel_size
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine share a node
+        self._group = join_group(setup.rank, size, setup.rendezvous, COLLECTIVE_TIMEOUT_S)
+
+        def make_pd(parts: WorkerParts) -> WorkerConnector:
+            return PDConnectorWorker(
+                kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=setup.engine_id,
+                incarnation=setup.incarnation, rank=setup.rank, host_writer=setup.rank == 0,
+            )
+
+        self._engine = RankEngine(
+            config, rank=setup.rank, num_ranks=size, incarnation=setup.incarnation, host_pool=self._open_pool(setup),
+            extra_connectors=() if config.pd.role == "colocated" else (make_pd,), process_group=self._group,
+        )
+        return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None))
+
+    def _open_pool(self, setup: RankSetup) -> HostPool | None:
+        config = self._config
+        if not config.cache.enabled:
+            return None
+        layout = kv_layout(config)
+        num_blocks = host_blocks(config.cache, layout, config.model.max_model_len)
+        if setup.segment is None:
+            if config.tensor_parallel_size > 1:
+                raise ConfigError("cache.host_pool = private needs tensor_parallel_size = 1; use auto")
+            return HostPool.private(layout, num_blocks)
+        if setup.segment.num_blocks != num_blocks:
+            raise ConfigError(f"the shared host pool has {setup.segment.num_blocks} blocks, this rank expects "
+                              f"{num_blocks}; all actors of an engine must have the same configuration")
+        self._descriptor = hold(setup.segment.path)
+        return HostPool.attach(layout, num_blocks, setup.segment.path)
+
+    def execute(self, command: StepCommand) -> StepResult:
+        """One step. See `RankEngine.execute`."""
+        if self._engine is None:
+            raise InvariantError("execute() before setup()")
+        return self._engine.execute(command)
+
+    def shutdown(self) -> None:
+        """Drains copies and releases memory. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+        leave_group(self._group)
+        self._group = None
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1

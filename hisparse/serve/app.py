@@ -1,0 +1,181 @@
+"""The Serve app: ingress -> decode -> prefill. `hisparse.serve:build_app` is the import path of every deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
+from hisparse.actors.handles import find_actors, translate
+from hisparse.actors.placement import bundles
+from hisparse.config import HiSparseConfig, load_config, model_path
+from hisparse.engine.tokenizer import Tokenizer
+from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
+from hisparse.serve.decode import DecodeService
+from hisparse.serve.ingress import create_api
+from hisparse.serve.prefill import PrefillClient, PrefillService
+
+logger = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 5.0
+HEALTH_TIMEOUT_S = 15.0
+GRACE_S = 40.0
+"""For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
+
+
+class _EngineReplica:
+    """A Serve replica that owns the actors of one engine."""
+
+    def __init__(self, config: HiSparseConfig) -> None:
+        app = serve.get_replica_context().app_name
+        identity = EngineIdentity.new(config.pd.role, app)
+        self.engine = EngineActors.start(config, identity)
+        logger.info("engine %s is ready", identity.engine_id)
+
+    async def check_health(self) -> None:
+        """Serve's probe: through the engine loop's turn counter. Raising makes Serve replace the replica."""
+        health = await self.engine.health()
+        if not health["ok"]:
+            raise RuntimeError(f"engine {self.engine.identity.engine_id} is unhealthy: {health['reason']}")
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def __del__(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
+
+
+class PrefillReplica(_EngineReplica):
+    """See `PrefillService`."""
+
+    def __init__(self, config: HiSparseConfig) -> None:
+        super().__init__(config)
+        self._service = PrefillService(self.engine)
+
+    async def prefill(self, call: PrefillCall) -> PrefillAnswer:
+        return await self._service.prefill(call)
+
+
+class DecodeReplica(_EngineReplica):
+    """See `DecodeService`."""
+
+    def __init__(self, config: HiSparseConfig, prefill: DeploymentHandle[Any] | None = None) -> None:
+        client = None
+        if prefill is not None:
+            async def send(call: PrefillCall) -> PrefillAnswer:
+                response: Any = prefill.prefill.remote(call)
+                try:
+                    answer: PrefillAnswer = await response
+                    return answer
+                except asyncio.CancelledError:
+                    response.cancel()
+                    raise
+
+            client = PrefillClient(send, config.pd)
+        super().__init__(config)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client)
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        async for chunk in self._service.generate(call):
+            yield chunk
+
+
+class ServeBackend:
+    """The API's `Backend` over Serve handles; statistics come from every engine of the app."""
+
+    def __init__(self, decode: DeploymentHandle[Any], app: str) -> None:
+        self._decode, self._app = decode, app
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        response: Any = self._decode.options(stream=True).generate.remote(call)
+        done = False
+        try:
+            async for chunk in response:
+                yield chunk
+            done = True
+        except Exception as error:
+            raise translate(error, "the decode replica") from error
+        finally:
+            if not done:
+                response.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        """Cancelling the response aborts at the replica that has the request; nothing else is to be done."""
+
+    async def engines(self, check: bool) -> list[dict[str, Any]]:
+        prefix = actor_prefix(self._app)
+        actors = await asyncio.to_thread(find_actors, prefix)
+
+        async def ask(actor: Any) -> dict[str, Any]:
+            name = actor.label.removeprefix(prefix)
+            try:
+                return {"engine": name, **await actor.acall("stats", check, timeout_s=5.0)}
+            except Exception as error:
+                return {"engine": name, "health": {"ok": False, "reason": str(error)}}
+
+        return list(await asyncio.gather(*(ask(actor) for actor in actors)))
+
+
+class Ingress:
+    """The HTTP deployment: `create_api` over the decode deployment."""
+
+    def __init__(self, decode: DeploymentHandle[Any]) -> None:
+        self.backend = ServeBackend(decode, serve.get_replica_context().app_name)
+
+
+def _current_backend() -> ServeBackend:
+    ingress: Any = serve.get_replica_context().servable_object
+    backend: ServeBackend = ingress.backend
+    return backend
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """The application of one configuration (the `args` of a Serve YAML file, or a dumped HiSparseConfig).
+
+    Raises:
+        ConfigError: unknown keys, impossible values, or no such checkpoint.
+    """
+    config = load_config(dict(args))
+    Tokenizer(model_path(config.model))  # a wrong path fails here, not in a replica
+    capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
+
+    def build_api() -> FastAPI:
+        return create_api(config, _current_backend)
+
+    def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
+        return {
+            "num_replicas": num_replicas, "max_ongoing_requests": capacity + 64, "ray_actor_options": {"num_cpus": 0},
+            "placement_group_bundles": bundles(replica_config), "placement_group_strategy": "STRICT_PACK",
+            "health_check_period_s": HEALTH_PERIOD_S, "health_check_timeout_s": HEALTH_TIMEOUT_S,
+            "graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": GRACE_S,
+        }
+
+    if config.serve.prefill_replicas:
+        prefill_config, decode_config = config.for_role("prefill"), config.for_role("decode")
+        options = engine_options(prefill_config, config.serve.prefill_replicas)
+        prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
+        decode_args: tuple[Any, ...] = (decode_config, prefill)
+    else:
+        decode_config = config.for_role("colocated")
+        decode_args = (decode_config,)
+    options = engine_options(decode_config, config.serve.decode_replicas)
+    decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
+    application: serve.Application = _deploy(
+        serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * config.serve.decode_replicas + 64,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
+    ).bind(decode)
+    return application
+
+
+def _deploy(cls: Any, name: str, **options: Any) -> serve.Deployment:
+    """A deployment of `cls`."""
+    deployment: serve.Deployment = serve.deployment(name=name, **options)(cls)
+    return deployment

@@ -1,0 +1,89 @@
+"""What ingress, decode and prefill replicas send each other: small, importable, picklable."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hisparse.serve.errors import ApiError
+from hisparse.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """Ingress to decode: one prompt, one continuation. Exactly one of text, token_ids, messages is given.
+
+    Attributes:
+        messages: (role, content) pairs of a chat.
+        max_tokens: None = as many as fit into the context; replaces `sampling.max_tokens`.
+        timeout_s: time left until the request's deadline.
+    """
+
+    request_id: str
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[tuple[str, str], ...] | None = None
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One output token, its text and log probability, and the likeliest alternatives."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Decode to ingress: one increment of an answer. The last one has a finish reason or an error.
+
+    Attributes:
+        finish_reason: "stop" or "length", OpenAI's words.
+        stats: on the last increment: RequestStats as a dictionary, and how the prompt was prefilled.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    error: ApiError | None = None
+    stats: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCall:
+    """Decode to prefill: compute the prompt's KV and hold it under a lease."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    cache_salt: str | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAnswer:
+    """Prefill to decode: where to read the KV, or why not.
+
+    Attributes:
+        engine: the coordinator that holds the lease, to release it without a transfer.
+    """
+
+    request_id: str
+    kv_transfer_params: Mapping[str, Any] | None = None
+    engine: Any = None
+    error: ApiError | None = None
+
+
+class Backend(Protocol):
+    """What the API needs of the service behind it; a fake one serves the tests."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def engines(self, check: bool) -> list[dict[str, Any]]: ...

@@ -1,0 +1,190 @@
+"""Decode replicas own a request: tokens, prefill, the engine's stream, and the clean-up whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, Protocol, TypeVar
+
+from hisparse.actors.coordinator import EngineRequest
+from hisparse.config import HiSparseConfig
+from hisparse.engine.tokenizer import Tokenizer
+from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
+from hisparse.serve.chat import render
+from hisparse.serve.errors import ApiError
+from hisparse.serve.generation import spawn
+from hisparse.serve.prefill import PrefillClient
+from hisparse.types import FinishReason, RequestOutput, RequestStats
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT_CHARS = 20_000
+T = TypeVar("T")
+
+
+class DecodeEngine(Protocol):
+    """What the replica uses of `EngineActors`."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
+    async def abort(self, request_id: str) -> None: ...
+
+
+class LocalPrefillBudget:
+    """Prompt tokens being recomputed here because prefill failed: a dead prefill pool must not drown decode."""
+
+    def __init__(self, limit_tokens: int) -> None:
+        self._limit, self._used = limit_tokens, 0
+
+    def take(self, tokens: int) -> bool:
+        """False = no room now. One request alone may exceed the limit."""
+        if self._limit == 0 or (self._used and self._used + tokens > self._limit):
+            return False
+        self._used += tokens
+        return True
+
+    def give_back(self, tokens: int) -> None:
+        self._used -= tokens
+
+
+class DecodeService:
+    """One decode (or colocated) replica's work, over its engine.
+
+    Args:
+        prefill: None = this engine computes its prompts itself.
+    """
+
+    def __init__(self, config: HiSparseConfig, engine: DecodeEngine, tokenizer: Tokenizer,
+                 prefill: PrefillClient | None) -> None:
+        self._config, self._engine, self._tokenizer, self._prefill = config, engine, tokenizer, prefill
+        self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
+        self._open = 0
+        self._local = LocalPrefillBudget(config.pd.local_prefill_tokens)
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
+        try:
+            deadline = time.monotonic() + call.timeout_s
+            with self._admitted():
+                prompt = await self._encode(call)
+                sampling = replace(call.sampling, max_tokens=self._max_tokens(call, len(prompt)))
+                request = EngineRequest(request_id=call.request_id, prompt_token_ids=prompt, sampling=sampling,
+                                        cache_salt=call.cache_salt)
+                async for chunk in self._run(request, deadline):
+                    yield chunk
+        except Exception as error:
+            if not isinstance(error, ApiError) and ApiError.of(error).status == 500:
+                logger.exception("request %s", call.request_id)
+            yield Chunk(error=ApiError.of(error))
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Refuses before prefill has worked for nothing."""
+        if self._open >= self._capacity:
+            raise ApiError(429, f"{self._open} requests are open on this replica (scheduler.max_num_seqs + "
+                                f"max_waiting = {self._capacity}); retry later")
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def _encode(self, call: GenerateCall) -> tuple[int, ...]:
+        if call.token_ids is not None:
+            return call.token_ids
+        text = call.text if call.messages is None else render(call.messages, self._tokenizer.chat_template)
+        if not text:
+            raise ApiError(400, "the prompt is empty", "prompt")
+        if len(text) > LONG_TEXT_CHARS:
+            return tuple(await asyncio.to_thread(self._tokenizer.encode, text))
+        return tuple(self._tokenizer.encode(text))
+
+    def _max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> int:
+        limit = self._config.model.max_model_len
+        field = "messages" if call.messages is not None else "prompt"
+        if num_prompt_tokens == 0:
+            raise ApiError(400, "the prompt has no tokens", field)
+        if num_prompt_tokens >= limit:
+            raise ApiError(413, f"the prompt has {num_prompt_tokens} tokens, max_model_len is {limit} for prompt and "
+                                "output together; shorten the prompt", field, "context_length_exceeded")
+        wanted = limit - num_prompt_tokens if call.max_tokens is None else call.max_tokens
+        if num_prompt_tokens + wanted > limit:
+            raise ApiError(413, f"prompt of {num_prompt_tokens} tokens + max_tokens {wanted} exceeds max_model_len "
+                                f"{limit}; lower max_tokens to {limit - num_prompt_tokens} or shorten the prompt",
+                           field, "context_length_exceeded")
+        return wanted
+
+    async def _run(self, request: EngineRequest, deadline: float) -> AsyncIterator[Chunk]:
+        answer: PrefillAnswer | None = None
+        local_tokens = 0
+        finished = False
+        facts: dict[str, Any] = {"prefill": "local", "prefill_attempts": 0}
+        try:
+            if self._prefill is not None:
+                answer, attempts = await self._prefill.prefill(
+                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline)
+                facts["prefill_attempts"] = attempts
+                if answer.error is not None:
+                    local_tokens = self._fall_back(answer.error, attempts, len(request.prompt_token_ids))
+                else:
+                    facts["prefill"] = "remote"
+                    request = replace(request, kv_transfer_params=answer.kv_transfer_params)
+            outputs = self._engine.generate(request)
+            while not finished:
+                output = await _before(anext(outputs), deadline)
+                if output.new_token_ids and local_tokens:
+                    self._local.give_back(local_tokens)
+                    local_tokens = 0
+                finished = output.finish_reason is not None
+                yield self._chunk(output, facts)
+        except StopAsyncIteration:
+            raise ApiError(503, "the engine ended the request early") from None
+        finally:
+            if local_tokens:
+                self._local.give_back(local_tokens)
+            if not finished:
+                spawn(self._engine.abort(request.request_id))
+                if answer is not None and self._prefill is not None:
+                    self._prefill.release(answer)
+
+    def _fall_back(self, error: ApiError, attempts: int, tokens: int) -> int:
+        """Tokens to recompute here under the policy; raises when there is to be no recompute."""
+        if not error.retryable and error.status != 500:
+            raise error
+        if self._config.pd.kv_load_failure_policy == "fail":
+            raise ApiError(503, f"prefill failed after {attempts} attempts: {error.message}")
+        if not self._local.take(tokens):
+            raise ApiError(503, f"prefill failed after {attempts} attempts ({error.message}) and this replica "
+                                "recomputes as many prompts as pd.local_prefill_tokens allows; retry later")
+        return tokens
+
+    def _chunk(self, output: RequestOutput, facts: dict[str, Any]) -> Chunk:
+        logprobs = tuple(
+            TokenLogprob(
+                token_id=item.token_id, token=self._tokenizer.decode([item.token_id]), logprob=item.logprob or 0.0,
+                top=tuple((self._tokenizer.decode([token]), value) for token, value in item.top_logprobs),
+            )
+            for item in output.logprobs
+        )
+        error = None
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            error = ApiError(503, output.error or "the request was aborted")
+        return Chunk(
+            text=output.new_text, token_ids=output.new_token_ids, logprobs=logprobs, error=error,
+            finish_reason=output.finish_reason.value if output.finish_reason is not None and error is None else None,
+            stats=None if output.stats is None else {**_stats(output.stats), **facts, "request_id": output.request_id},
+        )
+
+
+def _stats(stats: RequestStats) -> dict[str, Any]:
+    return {**asdict(stats), "landing": None if stats.landing is None else stats.landing.value}
+
+
+async def _before(work: Awaitable[T], deadline: float) -> T:
+    try:
+        return await asyncio.wait_for(work, max(deadline - time.monotonic(), 0.001))
+    except TimeoutError:
+        raise ApiError(504, "the request did not finish before its deadline") from None

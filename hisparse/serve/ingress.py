@@ -1,0 +1,216 @@
+"""The HTTP API: OpenAI's endpoints, health and statistics, as a FastAPI app over any `Backend`.
+
+It validates, frames and bounds; it knows neither engines nor tokens. Every request has a deadline, and a client that
+goes away aborts what it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from hisparse.config import HiSparseConfig, model_path
+from hisparse.serve.api import ChatRequest, CompletionRequest, parse_body
+from hisparse.serve.calls import Backend, Chunk, GenerateCall
+from hisparse.serve.errors import ApiError
+from hisparse.serve.generation import Chunks, Generation
+from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer, error_event
+
+logger = logging.getLogger(__name__)
+
+STATS_TIMEOUT_S = 10.0
+
+
+def model_name(config: HiSparseConfig) -> str:
+    """The model's name in the API."""
+    return config.model.name or model_path(config.model).name
+
+
+def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAPI:
+    """The app. `backend()` is asked at each request: the service behind it starts later than the app is built."""
+    api = FastAPI(title="hisparse", docs_url=None, redoc_url=None, openapi_url=None)
+    served = model_name(config)
+    timeout_s = config.serve.request_timeout_s
+
+    def check_model(name: str) -> None:
+        if name != served:
+            raise ApiError(404, f"model {name!r} does not exist here; this server has {served!r}", "model",
+                           "model_not_found")
+
+    async def answer(request: Request, calls: Sequence[GenerateCall], writer: Writer, stream: bool) -> Response:
+        chunks = Generation(backend(), calls, timeout_s).chunks()
+        if stream:
+            try:
+                first = await _unless_gone(request, anext(chunks))
+            except BaseException:
+                await chunks.aclose()
+                raise
+            return StreamingResponse(_events(writer, first, chunks), media_type="text/event-stream",
+                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        await _unless_gone(request, _collect(writer, chunks))
+        return Response(writer.whole().model_dump_json(exclude_unset=True), media_type="application/json")
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        _authorize(request, config.serve.api_keys)
+        body = parse_body(await _read(request, config.serve.max_body_bytes), CompletionRequest)
+        check_model(body.model)
+        prompts, n = body.prompts, body.num_choices
+        writer = CompletionWriter(served, num_choices=len(prompts) * n, num_prompts=len(prompts),
+                                  include_usage=body.include_usage, logprobs=body.num_logprobs is not None)
+        calls = [
+            GenerateCall(
+                request_id=f"{writer.id}-{p * n + i}", max_tokens=16 if body.max_tokens is None else body.max_tokens,
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=None if isinstance(prompt, str) else tuple(prompt),
+                sampling=body.sampling(i), cache_salt=body.cache_salt,
+            )
+            for p, prompt in enumerate(prompts) for i in range(n)
+        ]
+        return await answer(request, calls, writer, body.stream)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        _authorize(request, config.serve.api_keys)
+        body = parse_body(await _read(request, config.serve.max_body_bytes), ChatRequest)
+        check_model(body.model)
+        messages = tuple((message.role, message.text) for message in body.messages)
+        writer = ChatWriter(served, num_choices=body.num_choices, include_usage=body.include_usage,
+                            logprobs=body.num_logprobs is not None)
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        calls = [
+            GenerateCall(request_id=f"{writer.id}-{i}", messages=messages, max_tokens=limit, sampling=body.sampling(i),
+                         cache_salt=body.cache_salt)
+            for i in range(body.num_choices)
+        ]
+        return await answer(request, calls, writer, body.stream)
+
+    @api.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        _authorize(request, config.serve.api_keys)
+        card = {"id": served, "object": "model", "created": 0, "owned_by": "hisparse",
+                "max_model_len": config.model.max_model_len}
+        return {"object": "list", "data": [card]}
+
+    @api.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        check_model(name)
+        return dict((await models(request))["data"][0])
+
+    @api.get("/health")
+    async def health() -> Response:
+        state = await _engine_state(config, backend())
+        return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
+
+    @api.get("/stats")
+    async def stats(request: Request, check: bool = False) -> dict[str, Any]:
+        _authorize(request, config.serve.api_keys)
+        return {"model": served, "engines": await asyncio.wait_for(backend().engines(check), STATS_TIMEOUT_S)}
+
+    @api.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+    @api.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return await on_api_error(request, ApiError(error.status_code, message))
+
+    @api.exception_handler(Exception)
+    async def on_error(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return await on_api_error(request, ApiError.of(error))
+
+    return api
+
+
+async def _engine_state(config: HiSparseConfig, backend: Backend) -> dict[str, Any]:
+    """What `/health` answers: ok only when every replica's engine loop turns."""
+    expected = config.serve.decode_replicas + config.serve.prefill_replicas
+    try:
+        engines = await asyncio.wait_for(backend.engines(False), STATS_TIMEOUT_S)
+    except Exception as error:
+        return {"status": "unhealthy", "reason": ApiError.of(error).message, "engines": []}
+    state = [{"engine": item.get("engine"), **item.get("health", {})} for item in engines]
+    sick = [item for item in state if not item.get("ok")]
+    if sick:
+        return {"status": "unhealthy", "reason": f"{sick[0]['engine']}: {sick[0].get('reason')}", "engines": state}
+    if len(state) < expected:
+        return {"status": "starting", "reason": f"{len(state)} of {expected} engines are ready", "engines": state}
+    return {"status": "ok", "engines": state}
+
+
+def _authorize(request: Request, keys: Sequence[str]) -> None:
+    if not keys:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Every key is compared, in constant time: the time taken tells nothing about them.
+    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise ApiError(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body, never more than `limit` bytes of it."""
+    try:
+        announced = int(request.headers.get("content-length", "0"))
+    except ValueError:
+        raise ApiError(400, "Content-Length is not a number", "Content-Length") from None
+    body = bytearray()
+    if announced <= limit:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                break
+    if max(announced, len(body)) > limit:
+        raise ApiError(413, f"the body exceeds {limit} bytes (serve.max_body_bytes); shorten the prompt")
+    return bytes(body)
+
+
+async def _collect(writer: Writer, chunks: Chunks) -> None:
+    try:
+        async for index, chunk in chunks:
+            writer.add(index, chunk)
+    finally:
+        await chunks.aclose()
+
+
+async def _events(writer: Writer, first: tuple[int, Chunk], chunks: Chunks) -> AsyncIterator[str]:
+    try:
+        for line in writer.events(*first):
+            yield line
+        async for index, chunk in chunks:
+            for line in writer.events(index, chunk):
+                yield line
+    except ApiError as error:
+        yield error_event(error)
+    finally:
+        await chunks.aclose()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """Awaits `work`, or cancels it when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed_request")
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,110 @@
+"""Prefill replicas: compute a prompt's KV, hold it under a lease, say where it is. And decode's way to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from hisparse.actors.coordinator import EngineRequest
+from hisparse.config import PDConfig
+from hisparse.serve.calls import PrefillAnswer, PrefillCall
+from hisparse.serve.errors import ApiError
+from hisparse.serve.generation import spawn
+from hisparse.types import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = 0.05
+BACKOFF_MAX_S = 2.0
+
+
+class PrefillEngine(Protocol):
+    """What the replica uses of `EngineActors`."""
+
+    @property
+    def front(self) -> Any: ...
+    async def complete(self, request: EngineRequest, *, timeout_s: float) -> RequestOutput: ...
+    async def abort(self, request_id: str) -> None: ...
+
+
+class PrefillService:
+    """One prefill replica's work, over its engine."""
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
+
+    async def prefill(self, call: PrefillCall) -> PrefillAnswer:
+        """The prompt's KV, leased; errors come as values. A caller that goes away frees everything."""
+        request = EngineRequest(
+            request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, cache_salt=call.cache_salt,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), do_remote_decode=True,
+        )
+        done = False
+        try:
+            output = await self._engine.complete(request, timeout_s=call.timeout_s)
+            if output.error is not None or output.kv_transfer_params is None:
+                reason = output.error or "the engine gave no transfer parameters"
+                return PrefillAnswer(request_id=call.request_id, error=ApiError(503, f"prefill failed: {reason}"))
+            done = True
+            return PrefillAnswer(request_id=call.request_id, kv_transfer_params=output.kv_transfer_params,
+                                 engine=self._engine.front)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            return PrefillAnswer(request_id=call.request_id, error=ApiError.of(error))
+        finally:
+            if not done:
+                spawn(self._engine.abort(call.request_id))
+
+
+class PrefillClient:
+    """Asks prefill replicas, with bounded retries and backoff; a lease that nobody will read is released.
+
+    Args:
+        send: one attempt at some replica, e.g. over a Serve handle; cancelling it cancels the attempt there.
+    """
+
+    def __init__(self, send: Callable[[PrefillCall], Awaitable[PrefillAnswer]], config: PDConfig, *,
+                 backoff_s: float = BACKOFF_S) -> None:
+        self._send, self._max_retries, self._backoff_s = send, config.max_retries, backoff_s
+
+    async def prefill(self, request_id: str, prompt: tuple[int, ...], *, cache_salt: str | None,
+                      deadline: float) -> tuple[PrefillAnswer, int]:
+        """The answer of the first attempt that worked, or of the last one; and the number of attempts.
+
+        Args:
+            deadline: on the monotonic clock.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
+            answer = await self._attempt(PrefillCall(
+                request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
+                timeout_s=max(deadline - time.monotonic(), 0.001),
+            ))
+            if answer.error is None or not answer.error.retryable or attempt > self._max_retries:
+                return answer, attempt
+            wait_s = min(self._backoff_s * 2 ** (attempt - 1), BACKOFF_MAX_S) * random.uniform(0.75, 1.25)
+            if time.monotonic() + wait_s >= deadline:
+                return answer, attempt
+            logger.info("prefill of %s, attempt %d: %s", request_id, attempt, answer.error.message)
+            await asyncio.sleep(wait_s)
+
+    async def _attempt(self, call: PrefillCall) -> PrefillAnswer:
+        try:
+            return await asyncio.wait_for(self._send(call), call.timeout_s)
+        except TimeoutError:
+            error = ApiError(504, "prefill did not answer before the deadline")
+        except Exception as problem:
+            logger.warning("prefill of %s: %s: %s", call.request_id, type(problem).__name__, problem)
+            error = ApiError(503, f"no prefill replica answered ({type(problem).__name__})")
+        return PrefillAnswer(request_id=call.request_id, error=error)
+
+    def release(self, answer: PrefillAnswer) -> None:
+        """Ends the lease of an answer that will not be read (or not to its end). Returns at once; safe to repeat."""
+        if answer.engine is not None:
+            spawn(answer.engine.acall("abort", answer.request_id, timeout_s=10.0))
