@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
@@ -20,7 +20,6 @@ from hisparse.connector.hisparse import HiSparseConnectorScheduler
 from hisparse.connector.multi import MultiSchedulerConnector
 from hisparse.connector.offloading import OffloadingScheduler
 from hisparse.engine.detokenizer import Detokenizer
-from hisparse.engine.executor import Executor
 from hisparse.engine.request import Request, RequestState
 from hisparse.engine.scheduler import Scheduler
 from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
@@ -35,6 +34,9 @@ from hisparse.types import (
     StepCommand,
     StepResult,
 )
+
+if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process needs none
+    from hisparse.engine.executor import Executor
 
 STEP_TIMEOUT_S = 300.0
 
@@ -112,8 +114,9 @@ class EngineCore:
             num_ranks=executor.num_ranks, num_host_writers=num_host_writers, indexer_offload=self.offload,
             incarnation=incarnation, clock=clock,
         )
-        if config.cache.enabled:
-            children.append(HiSparseConnectorScheduler(self.cache))
+        self._hisparse = HiSparseConnectorScheduler(self.cache) if config.cache.enabled else None
+        if self._hisparse is not None:
+            children.append(self._hisparse)
         if self.offload is not None:
             children.append(self.offload)
         if pd is not None:
@@ -219,10 +222,11 @@ class EngineCore:
     def _run_step(self, chunks: list[ScheduledChunk]) -> None:
         self._step += 1
         step = self._step
-        self.cache.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
+        planner = self._hisparse or self.cache
+        planner.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
         command = StepCommand(
-            step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step),
-            table_updates=() if self.config.cache.enabled else self.cache.take_table_updates(),
+            step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step) or {},
+            table_updates=() if self._hisparse is not None else self.cache.take_table_updates(),
         )
         try:
             self.executor.submit(command)
@@ -384,7 +388,8 @@ class EngineCore:
 
     def check(self) -> None:
         """Conservation laws of both pools and of every connector. Raises InvariantError."""
-        self.cache.check()
+        if self._hisparse is None:
+            self.cache.check()
         self.connectors.check()
 
     def shutdown(self) -> None:
