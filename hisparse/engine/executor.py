@@ -23,7 +23,7 @@ from hisparse.engine.parallel import join_group, leave_group
 from hisparse.engine.rank import ConnectorFactory, RankEngine, kv_layout
 from hisparse.errors import ConfigError, EngineDeadError, InvariantError
 from hisparse.types import StepCommand, StepResult
-from hisparse.worker.host_pool import HostPool
+from hisparse.worker import HostPool, host_memory
 
 START_TIMEOUT_S = 180.0
 COLLECTIVE_TIMEOUT_S = 120.0
@@ -169,8 +169,9 @@ class _RankProcesses:
             return None
         layout = kv_layout(config)
         blocks = host_blocks(config.cache, layout, config.model.max_model_len)
-        folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else self._scratch
-        path = folder / f"{self._scratch.name}.pool"
+        folder = Path(host_memory.SHM) if Path(host_memory.SHM).is_dir() else self._scratch
+        host_memory.sweep(folder)
+        path = host_memory.pool_path(self._scratch.name, folder)
         self._pool = HostPool.shared(layout, blocks, path)
         return str(path)
 

@@ -22,8 +22,7 @@ from hisparse.engine.sampler import Sampler
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
 from hisparse.types import StepCommand, StepResult
-from hisparse.worker.host_pool import HostPool
-from hisparse.worker.worker import WorkerParts, build_worker
+from hisparse.worker import HostPool, WorkerParts, build_worker
 
 
 @runtime_checkable
@@ -83,7 +82,8 @@ class RankEngine:
         if self.parts.worker is not None:
             children.append(HiSparseConnectorWorker(self.parts.worker))
             if config.cache.offload_indexer and config.cache.prefix_cache:
-                children.append(OffloadingWorker(self.parts.cache, self.layout, capacity_pages=num_host_blocks))
+                children.append(OffloadingWorker(self.layout, self.parts.cache, capacity_pages=num_host_blocks,
+                                                 rank=rank))
         extra = [item if isinstance(item, WorkerConnector) else item(self.parts) for item in extra_connectors]
         children += extra
         self.handshakes = tuple(item.handshake() for item in extra if isinstance(item, Handshaking))

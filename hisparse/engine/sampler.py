@@ -98,6 +98,6 @@ def _describe(logits: Tensor, token: int, num_logprobs: int | None) -> SampledTo
         return SampledToken(token_id=token)
     logprobs = logits.log_softmax(0)
     count = min(num_logprobs, logits.shape[0])
-    ids = logprobs.sort(descending=True, stable=True).indices[:count].tolist()
-    top = tuple((i, float(logprobs[i])) for i in ids)
+    values, ids = logprobs.sort(descending=True, stable=True)
+    top = tuple(zip(ids[:count].tolist(), values[:count].tolist()))
     return SampledToken(token_id=token, logprob=float(logprobs[token]), top_logprobs=top)

@@ -43,12 +43,16 @@ class ReferenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """A greedy continuation. `prefill_index_gap`: smallest gap of any query row, layer and chunk of the prompt."""
+    """A greedy continuation.
+
+    Attributes:
+        prefill_index_gap: smallest index gap of any query row, layer and chunk of the prompt.
+        logits: float32 [steps, vocab], what each step's token was chosen from; None unless asked for.
+    """
 
     steps: tuple[ReferenceStep, ...]
     prefill_index_gap: float
-    last_logits: Tensor
-    """[vocab] float32 of the last step."""
+    logits: Tensor | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -75,10 +79,8 @@ class ReferenceModel:
     """
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
-        self.model.eval()
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.model = load(str(path), dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
         signature = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._probe = _TopKProbe()
@@ -90,7 +92,8 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def decode(self, prompt_ids: Sequence[int], num_tokens: int, *, prefill_chunks: int | Sequence[int] = 512,
-               eos_token_ids: Sequence[int] = (), forced: Sequence[int] = ()) -> ReferenceRun:
+               eos_token_ids: Sequence[int] = (), forced: Sequence[int] = (),
+               keep_logits: bool = False) -> ReferenceRun:
         """Prefills the prompt in the given chunks, then decodes greedily, one token a step.
 
         Args:
@@ -115,6 +118,7 @@ class ReferenceModel:
             prefill_gap = min([prefill_gap, *(float(gaps.min()) for gaps in self._probe.gaps)])
             start += length
         steps: list[ReferenceStep] = []
+        kept: list[Tensor] = []
         while len(steps) < num_tokens:
             best = logits.topk(2)
             step = ReferenceStep(
@@ -122,11 +126,14 @@ class ReferenceModel:
                 index_gaps=tuple(float(gaps[-1]) for gaps in self._probe.gaps),
             )
             steps.append(step)
+            if keep_logits:
+                kept.append(logits)
             if step.token_id in eos_token_ids or len(steps) == num_tokens:
                 break
             token = forced[len(steps) - 1] if len(steps) <= len(forced) else step.token_id
             logits, cache = self._forward([token], cache)
-        return ReferenceRun(steps=tuple(steps), prefill_index_gap=prefill_gap, last_logits=logits)
+        return ReferenceRun(steps=tuple(steps), prefill_index_gap=prefill_gap,
+                            logits=torch.stack(kept) if keep_logits else None)
 
     def _forward(self, token_ids: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
         """Logits [vocab] of the last position, and the cache."""

@@ -83,13 +83,15 @@ class HandleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Appends latents [B, 1, S, latent] and rope keys [B, 1, S, rope]; returns the layer in place of both."""
-        if key_states.shape[1] != 1 or (key_states.shape[-1], value_states.shape[-1]) != (self.latent_dim, self.rope_dim):
+        now = self._now
+        got = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        if got != (1, self.latent_dim, self.rope_dim):
             raise seam_error(
                 f"Cache.update got {tuple(key_states.shape)} and {tuple(value_states.shape)}, expected latents "
                 f"[B, 1, S, {self.latent_dim}] and rope keys [B, 1, S, {self.rope_dim}]"
             )
         rows = torch.cat([key_states, value_states], dim=-1).flatten(0, 2)
-        self.handle.append(rows, self._now.batch)
+        self.handle.append(rows, now.batch)
         return self, self
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -234,7 +236,7 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, Model
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # transformers and safetensors raise what they like; none of it is our bug
         raise ConfigError(f"model.path: transformers cannot load {path}: {error}") from error
     network, report = loaded
     if type(network).__name__ not in _ARCHITECTURES:

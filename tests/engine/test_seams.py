@@ -1,0 +1,138 @@
+"""The seams of transformers: found on the installed release, and missed loudly when they are not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import Cache
+
+from hisparse.config import ModelConfig
+from hisparse.engine.models import hf, seams
+from hisparse.engine.models.hf import HandleLayer, load_network
+from hisparse.engine.parallel import HeadParallel
+from hisparse.errors import ConfigError, InvariantError
+
+VERSION = transformers.__version__.replace(".", r"\.")
+
+
+@pytest.fixture
+def copy(tiny_checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint that a test may break."""
+    shutil.copytree(tiny_checkpoints["glm52"], tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(path: Path, **kwargs):
+    options = {name: kwargs.pop(name) for name in ("dtype",) if name in kwargs}
+    return load_network(ModelConfig(path=str(path), max_model_len=64, **options), **kwargs)
+
+
+@pytest.mark.parametrize("name", ["glm5", "glm52", "ds32"])
+def test_the_installed_release_has_every_seam(tiny_checkpoints, name: str) -> None:
+    network, shape = load(tiny_checkpoints[name])
+    seams.check_seams(network)
+    assert [layer.indexer is not None for layer in seams.attention_layers(network)] == [
+        i in {group.leader for group in shape.index_groups} for i in range(shape.num_layers)
+    ]
+
+
+def test_a_release_without_expand_kv_is_named(tiny_checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, _ = load(tiny_checkpoints["glm5"])
+    monkeypatch.delattr(type(network.model.layers[0].self_attn), "expand_kv")
+    with pytest.raises(ConfigError, match=rf"transformers {VERSION} .*expand_kv does not exist.*>=5\.18"):
+        seams.check_seams(network)
+
+
+def test_a_release_whose_cache_has_no_indexer_is_named(tiny_checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Cache, "update_indexer")
+    with pytest.raises(ConfigError, match=rf"transformers {VERSION} .*Cache\.update_indexer"):
+        load(tiny_checkpoints["glm5"])
+
+
+def test_another_signature_is_a_missing_seam(tiny_checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, _ = load(tiny_checkpoints["ds32"])
+    monkeypatch.setattr(type(network.model.layers[0].self_attn), "expand_kv", lambda self, latent: latent)
+    with pytest.raises(ConfigError, match=r"layer 0: DeepseekV32Attention\.expand_kv takes .*expected 2"):
+        seams.check_seams(network)
+
+
+def test_attention_that_is_not_given_the_top_k_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention got no `indices`"):
+        hf._attention(torch.nn.Identity(), torch.zeros(1), object.__new__(HandleLayer), None, None, 1.0)
+    with pytest.raises(ConfigError, match=r"attention got Tensor as keys"):
+        hf._attention(torch.nn.Identity(), torch.zeros(1), torch.zeros(1), None, None, 1.0, indices=torch.zeros(1))
+
+
+def layer_of(tiny_checkpoints, handle=None) -> HandleLayer:
+    network, _ = load(tiny_checkpoints["glm5"])
+    return HandleLayer(handle, None, 0, network.model.layers[0].self_attn, HeadParallel())
+
+
+def test_expanded_keys_instead_of_latents_are_refused(tiny_checkpoints) -> None:
+    """What releases before 5.18 pass: keys of every head."""
+    layer = layer_of(tiny_checkpoints)
+    layer.forward = hf._Forward(batch=None, seats=None, lengths=None, num_keys=3)
+    with pytest.raises(ConfigError, match=rf"transformers {VERSION} .*expected latents \[B, 1, S, 64\]"):
+        layer.update(torch.zeros(1, 4, 3, 48), torch.zeros(1, 4, 3, 32))
+
+
+def test_the_cache_is_useless_outside_a_forward(tiny_checkpoints) -> None:
+    layer = layer_of(tiny_checkpoints)
+    with pytest.raises(InvariantError, match="outside"):
+        layer.update(torch.zeros(1, 1, 3, 64), torch.zeros(1, 1, 3, 16))
+
+
+def test_masked_positions_are_never_selected() -> None:
+    """HF fills up with future positions; a shared layer gets the same tensor and the same answer."""
+    batch = SimpleNamespace(positions=torch.tensor([2, 0]))
+    now = hf._Forward(batch=batch, seats=None, lengths=None, num_keys=4)
+    indices = torch.tensor([[[3, 1, 0, 2]], [[1, 0, 3, 2]]], dtype=torch.int32)
+    selected = now.select(indices)
+    assert selected.tolist() == [[-1, 1, 0, 2], [-1, 0, -1, -1]]
+    assert now.select(indices) is selected
+    assert now.select(indices.clone()) is not selected
+
+
+def test_bfloat16_weights_load_in_the_dtype_that_is_asked_for(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: value.bfloat16() for name, value in weights.items()}, copy / "model.safetensors", {"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    network, _ = load(copy)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    expected = weights["model.embed_tokens.weight"].bfloat16().float()
+    assert torch.equal(network.model.embed_tokens.weight, expected)
+    network, _ = load(copy, dtype="bfloat16")
+    assert network.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_is_no_dsa_model_is_refused(copy: Path) -> None:
+    (copy / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"not a supported DSA checkpoint: model_type is 'llama'"):
+        load(copy)
+
+
+def test_missing_weights_are_refused_not_made_up(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.3.self_attn.indexer.wk.weight"]
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 weights, e\.g\. model\.layers\.3\.self_attn\.indexer\.wk\.weight"):
+        load(copy)
+
+
+def test_an_unreadable_checkpoint_is_a_config_error(copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ConfigError, match="cannot load"):
+        load(copy)
+
+
+def test_heads_must_divide_by_the_ranks(tiny_checkpoints) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3 does not divide the model's 4 .*\[1, 2, 4\]"):
+        load(tiny_checkpoints["glm5"], num_ranks=3)
