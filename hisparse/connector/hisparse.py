@@ -17,8 +17,9 @@ NAME = "hisparse"
 class SparseKVPlanner(Protocol):
     """What the scheduler half needs of the KV cache manager."""
 
-    def plan_step(self, step: int, scheduled: Sequence[tuple[str, int, int]]) -> SparseKVOffloadCommand | None:
-        """The command of a step; None when HiSparse is off."""
+    @property
+    def last_command(self) -> SparseKVOffloadCommand | None:
+        """What the last `plan_step` returned; None before the first and when HiSparse is off."""
 
     def on_worker_output(self, outputs: Sequence[HiSparseWorkerOutput]) -> None:
         """Takes acknowledgements."""
@@ -31,7 +32,7 @@ class SparseKVPlanner(Protocol):
 
 
 class HiSparseConnectorScheduler:
-    """Scheduler half. `plan_step` asks the manager, `build_metadata` hands its command out once.
+    """Scheduler half. The engine lets the manager plan the step; `build_metadata` hands its command out, once.
 
     Requests end in the manager (`free`), so `request_closed` has nothing to do here; loads are restores inside a
     command, so `update` never reports one.
@@ -41,27 +42,22 @@ class HiSparseConnectorScheduler:
 
     def __init__(self, manager: SparseKVPlanner) -> None:
         self._manager = manager
-        self._planned: SparseKVOffloadCommand | None = None
-
-    def plan_step(self, step: int, scheduled: Sequence[tuple[str, int, int]]) -> None:
-        """Plans a step after the pass's last allocation: (request id, first position, number of tokens) of each chunk.
-
-        Raises:
-            InvariantError: the last command was never handed out (its blocks would miss their tables).
-        """
-        if self._planned is not None:
-            raise InvariantError(f"step {step} is planned, but the command of step {self._planned.step} was not sent")
-        self._planned = self._manager.plan_step(step, scheduled)
+        self._sent_step = -1
 
     def build_metadata(self, step: int) -> SparseKVOffloadCommand | None:
-        """The command of the last plan_step, once. None when HiSparse is off.
+        """The command of the last plan_step. None when HiSparse is off.
 
         Raises:
-            InvariantError: the command is of another step.
+            InvariantError: the command is of another step, or was handed out before.
         """
-        command, self._planned = self._planned, None
-        if command is not None and command.step != step:
-            raise InvariantError(f"metadata asked for step {step}, but the planned command is of step {command.step}")
+        command = self._manager.last_command
+        if command is not None:
+            if command.step != step or step <= self._sent_step:
+                raise InvariantError(
+                    f"metadata asked for step {step}: the last planned command is of step {command.step}, "
+                    f"the last one sent of step {self._sent_step}"
+                )
+            self._sent_step = step
         return command
 
     def update(self, outputs: Sequence[HiSparseWorkerOutput]) -> LoadEvents:
@@ -73,7 +69,7 @@ class HiSparseConnectorScheduler:
         """Nothing to do: pins of transfers in flight belong to the manager."""
 
     def has_pending_work(self) -> bool:
-        return self._planned is not None or self._manager.has_pending_work()
+        return self._manager.has_pending_work()
 
     def check(self) -> None:
         self._manager.check()

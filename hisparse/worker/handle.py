@@ -95,6 +95,7 @@ class HiSparseCacheHandle:
         """
         found = self._runtime.resolve(self.layer, topk, batch)
         host_rows = None if found.host_ids is None or self._host is None else self._host.rows(self.layer)
+        out: Tensor
         out, gathered = self._ops.sparse_mla(
             q,
             self._view.rows,

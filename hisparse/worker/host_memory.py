@@ -10,16 +10,14 @@ import fcntl
 import os
 import re
 import resource
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hisparse.errors import ConfigError
 
 GIB = 1 << 30
 SHM = Path("/dev/shm")
-_PREFIX = "hisparse-pool"
-_NAME = re.compile(rf"{_PREFIX}\.(?P<label>[\w-]+)\.(?P<pid>\d+)\.(?P<start>\d+)\.(?P<space>\d+)$")
+_PATTERN = "hisparse-*.pool"
+_OWNED = re.compile(r"hisparse-[\w-]+\.(?P<pid>\d+)\.(?P<start>\d+)\.(?P<space>\d+)\.pool")
 
 
 def pool_path(label: str, directory: str | Path = SHM) -> Path:
@@ -31,7 +29,7 @@ def pool_path(label: str, directory: str | Path = SHM) -> Path:
     if not re.fullmatch(r"[\w-]+", label):
         raise ConfigError(f"a pool label may hold letters, digits, '_' and '-' only, got {label!r}")
     pid = os.getpid()
-    return Path(directory) / f"{_PREFIX}.{label}.{pid}.{process_start(pid)}.{_pid_namespace()}"
+    return Path(directory) / f"hisparse-{label}.{pid}.{process_start(pid)}.{_pid_namespace()}.pool"
 
 
 def process_start(pid: int) -> int | None:
@@ -44,31 +42,25 @@ def process_start(pid: int) -> int | None:
 
 
 def sweep(directory: str | Path = SHM) -> list[Path]:
-    """Removes pool files whose owner is dead and that no live process maps; returns them.
+    """Removes pool files (`hisparse-*.pool`) that no live process owns or maps; returns them.
 
-    A file is kept while its owner lives (pid and start time match, same pid namespace) or anybody holds its lock: every
-    process that maps a pool holds a shared lock on the file for as long as it lives, whatever its namespace.
+    A file is kept while anybody holds its lock: every process that maps a pool holds a shared lock on the file for as
+    long as it lives, in whatever pid namespace. It is kept, too, while the owner that `pool_path` put in its name lives.
     """
     removed = []
-    for path in sorted(Path(directory).glob(f"{_PREFIX}.*")):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
+    for path in sorted(Path(directory).glob(_PATTERN)):
+        owner = _OWNED.fullmatch(path.name)
+        here = owner is not None and int(owner["space"]) == _pid_namespace()
+        if owner is not None and here and process_start(int(owner["pid"])) == int(owner["start"]):
             continue
-        same_space = int(match["space"]) == _pid_namespace()
-        if same_space and process_start(int(match["pid"])) == int(match["start"]):
-            continue
-        try:
+        with contextlib.suppress(OSError):  # another user's file, in use, or gone by now
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed.append(path)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path)
+            finally:
+                os.close(fd)
     return removed
 
 
@@ -82,7 +74,7 @@ def check_file_room(path: Path, needed_bytes: int, available_bytes: int | None =
     if needed_bytes > free:
         raise ConfigError(
             f"the shared host pool needs {needed_bytes} bytes ({needed_bytes / GIB:.2f} GiB) in {path.parent}, which "
-            f"has {free} bytes free ({free / GIB:.2f} GiB), for {path}; enlarge it (docker --shm-size, a medium: Memory "
+            f"has {free} bytes free ({free / GIB:.2f} GiB), for {path}; enlarge it (docker --shm-size, a Memory "
             "volume's sizeLimit, mount -o remount,size=) or lower cache.host_pool_gib"
         )
     check_memory(needed_bytes, what=f"the shared host pool {path}", available_bytes=available_bytes)
@@ -119,32 +111,9 @@ def check_memlock(pool_bytes: int, num_devices: int, limit_bytes: int | None = N
     needed = pool_bytes * num_devices
     if limit_bytes != resource.RLIM_INFINITY and needed > limit_bytes:
         raise ConfigError(
-            f"pinning the host pool for {num_devices} devices needs {needed} bytes of locked memory ({pool_bytes} each) "
+            f"pinning the pool for {num_devices} devices needs {needed} bytes of locked memory ({pool_bytes} each) "
             f"and RLIMIT_MEMLOCK is {limit_bytes}; raise it (ulimit -l unlimited, docker --ulimit memlock=-1, IPC_LOCK)"
         )
-
-
-@contextlib.contextmanager
-def populate_turn(
-    directory: str | Path = SHM, *, waiting: Callable[[], None] | None = None, poll_s: float = 0.05
-) -> Iterator[None]:
-    """One process of a node populates (or pins) at a time; `waiting` is called at each poll until it is our turn.
-
-    The turn is a lock on `directory` itself: it leaves no file and ends with the process, so a killed one blocks nobody.
-    """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if waiting is not None:
-                    waiting()
-                time.sleep(poll_s)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _pid_namespace() -> int:

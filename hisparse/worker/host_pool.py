@@ -140,12 +140,12 @@ class HostPool:
             raise ConfigError(f"cannot create the shared host pool {path}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
-            with host_memory.populate_turn(path.parent, waiting=lambda: progress(0, total) if progress else None):
-                host_memory.check_file_room(path, total, available_bytes)  # another pool may have come first
-                for first in range(0, total, POPULATE_CHUNK_BYTES):
-                    os.posix_fallocate(fd, first, min(POPULATE_CHUNK_BYTES, total - first))
-                    if progress is not None:
-                        progress(min(first + POPULATE_CHUNK_BYTES, total), total)
+            if os.fstat(fd).st_nlink == 0:
+                raise ConfigError(f"the shared host pool {path} was removed while it was being created; start again")
+            for first in range(0, total, POPULATE_CHUNK_BYTES):
+                os.posix_fallocate(fd, first, min(POPULATE_CHUNK_BYTES, total - first))
+                if progress is not None:
+                    progress(min(first + POPULATE_CHUNK_BYTES, total), total)
             memory = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException as error:
             os.close(fd)
@@ -182,6 +182,8 @@ class HostPool:
                                 f"the shared host pool {path} has {os.fstat(fd).st_size} bytes, expected {total}"
                             )
                         fcntl.flock(fd, fcntl.LOCK_SH)
+                        if os.fstat(fd).st_nlink == 0:
+                            raise ConfigError(f"the shared host pool {path} was removed while it was being opened")
                         memory = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
                         return cls(layout, num_blocks, memory, path=path, fd=fd)
                 except BaseException:
