@@ -208,7 +208,8 @@ def create_placement(bundles: Sequence[dict[str, float]], *, timeout_s: float) -
     for item in bundles:
         for resource, amount in item.items():
             wanted[resource] = wanted.get(resource, 0.0) + amount
-    free = {key: value for key, value in ray.available_resources().items() if key in wanted}
+    available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    free = {key: value for key, value in available.items() if key in wanted}
     raise ConfigError(
         f"no single node had {_amounts(wanted)} free for this engine within {timeout_s:g} s (the whole cluster has "
         f"{_amounts(free) or 'none of it'} free); lower tensor_parallel_size or the number of replicas, or add a node"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,9 +14,11 @@ from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
 from hisparse.actors.handles import find_actors, translate
+from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
+from hisparse.errors import HiSparseError
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.ingress import create_api
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
+MAX_START_RETRIES = 2
 GRACE_S = 40.0
 """For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
 
@@ -144,16 +148,17 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ConfigError: unknown keys, impossible values, or no such checkpoint.
     """
     config = load_config(dict(args))
-    Tokenizer(model_path(config.model))  # a wrong path fails here, not in a replica
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
         return create_api(config, _current_backend)
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
+        MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
         return {
             "num_replicas": num_replicas, "max_ongoing_requests": capacity + 64, "ray_actor_options": {"num_cpus": 0},
             "placement_group_bundles": bundles(replica_config), "placement_group_strategy": "STRICT_PACK",
+            "max_constructor_retry_count": MAX_START_RETRIES,
             "health_check_period_s": HEALTH_PERIOD_S, "health_check_timeout_s": HEALTH_TIMEOUT_S,
             "graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": GRACE_S,
         }
@@ -173,6 +178,25 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
     ).bind(decode)
     return application
+
+
+@contextmanager
+def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Iterator[None]:
+    """The running service of this configuration on a Ray cluster that is there already; ends with the block.
+
+    Raises:
+        HiSparseError: a replica could not start; with its reason.
+    """
+    application = build_app(config.model_dump())
+    serve.start(http_options={"host": config.serve.host, "port": port})
+    try:
+        try:
+            serve.run(application, name=name, route_prefix="/")
+        except RuntimeError as error:
+            raise HiSparseError(f"the service did not start: {error}") from error
+        yield
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _deploy(cls: Any, name: str, **options: Any) -> serve.Deployment:

@@ -1,0 +1,80 @@
+"""What one engine reserves and how many requests that carries, from its configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hisparse.config import HiSparseConfig, host_blocks, hot_rows, model_shape
+from hisparse.layout import KVCacheLayout
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Of one replica. Concurrency is for requests of `max_model_len` tokens and ignores the seat limit.
+
+    Attributes:
+        device_bytes: per rank; every rank holds the whole latent KV.
+        hot_bytes: hot region of one request, all hot groups.
+        requests_device_only: whose every page fits the device pool. requests_hisparse: with host-backed pages.
+    """
+
+    role: str
+    block_size_tokens: int
+    kv_bytes_per_token: int
+    indexer_bytes_per_token: int
+    device_blocks: int
+    device_bytes: int
+    host_blocks: int
+    host_bytes: int
+    hot_rows: int
+    hot_bytes: int
+    max_model_len: int
+    requests_device_only: int
+    requests_hisparse: int
+    seats: int
+    waste_fraction: float
+
+    @classmethod
+    def of(cls, config: HiSparseConfig) -> MemoryPlan:
+        """Raises ConfigError when model or sizes are impossible."""
+        shape = model_shape(config.model)
+        layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype)
+        length, groups = config.model.max_model_len, layout.num_resident_groups
+        usable = config.cache.device_blocks - 1
+        num_host = host_blocks(config.cache, layout, length)
+        rows = hot_rows(config.cache, layout) if config.cache.enabled else 0
+        hot = layout.hot_blocks(rows) * groups
+        host_backed = 0
+        if config.cache.enabled:
+            on_device = layout.pages(length) + hot + 2 * groups  # indexer, hot region, tail
+            host_backed = min(usable // on_device, (num_host - 1) // layout.pages(length))
+        return cls(
+            role=config.pd.role, block_size_tokens=layout.block_size,
+            kv_bytes_per_token=layout.host_block_bytes // layout.block_size,
+            indexer_bytes_per_token=layout.indexer_page_bytes // layout.block_size,
+            device_blocks=config.cache.device_blocks, device_bytes=layout.device_bytes(config.cache.device_blocks),
+            host_blocks=num_host, host_bytes=num_host * layout.host_block_bytes, hot_rows=rows,
+            hot_bytes=layout.device_bytes(hot), max_model_len=length,
+            requests_device_only=usable // layout.device_blocks_resident(length), requests_hisparse=host_backed,
+            seats=config.scheduler.max_num_seqs, waste_fraction=layout.waste_fraction,
+        )
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(label, value) pairs for people."""
+        return [
+            ("latent KV per token", f"{self.kv_bytes_per_token:,} B"),
+            ("indexer keys per token", f"{self.indexer_bytes_per_token:,} B"),
+            ("device pool, per rank", f"{self.device_bytes / MIB:,.1f} MiB in {self.device_blocks:,} blocks"),
+            ("host pool", f"{self.host_bytes / MIB:,.1f} MiB in {self.host_blocks:,} pages"),
+            ("hot region per request", f"{self.hot_bytes / MIB:,.1f} MiB ({self.hot_rows:,} rows per index group)"),
+            ("bytes of a page that hold nothing", f"{self.waste_fraction:.1%}"),
+            (f"requests of {self.max_model_len:,} tokens, all resident", f"{self.requests_device_only:,}"),
+            (f"requests of {self.max_model_len:,} tokens, host-backed", f"{self.requests_hisparse:,}"),
+            ("seats (scheduler.max_num_seqs)", f"{self.seats:,}"),
+        ]
