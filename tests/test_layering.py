@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
-LAYERS = ["cli", "serve", "actors", "pd", "engine", "connector", "worker", "cache", "ops", "config", "layout", "types", "errors"]
+LAYERS = [
+    "cli", "serve", "actors", "pd", "engine", "connector", "worker", "cache", "ops", "config", "layout", "types", "errors",
+]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}
 """checkpoints: data. testing and demo: tools on top of everything, which no layer imports (checkpoints may be)."""

@@ -61,7 +61,8 @@ def parity(answers: Sequence[Answer], references: Sequence[Reference]) -> Verdic
         if got == reference.token_ids:
             equal += 1
             continue
-        first = next((i for i, (a, b) in enumerate(zip(got, reference.token_ids)) if a != b), min(len(got), len(reference.token_ids)))
+        pairs = enumerate(zip(got, reference.token_ids))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(got), len(reference.token_ids)))
         (excused if reference.first_excusable <= first else wrong).append(f"{answer.prompt.name} at token {first}")
     detail = f"{equal} of {len(answers)} requests equal"
     if excused:

@@ -1,0 +1,125 @@
+"""Byte arithmetic, checked against hand-computed numbers and by writing through every layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hisparse.errors import ConfigError
+from hisparse.layout import KVCacheLayout, ModelShape, RowFormat
+
+GLM52 = {
+    "model_type": "glm_moe_dsa", "num_hidden_layers": 78, "num_attention_heads": 64, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 2048, "max_position_embeddings": 1048576,
+    "vocab_size": 154880, "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}
+V32 = {**GLM52, "model_type": "deepseek_v32", "num_hidden_layers": 61, "num_attention_heads": 128,
+       "max_position_embeddings": 163840, "vocab_size": 129280}
+
+
+def shape(num_layers: int = 6, kinds: str = "fsfsfs", latent: int = 64, rope: int = 16, index: int = 32) -> ModelShape:
+    return ModelShape.from_hf_config({
+        **GLM52, "num_hidden_layers": num_layers, "kv_lora_rank": latent, "qk_rope_head_dim": rope, "index_head_dim": index,
+        "index_topk": 32, "indexer_types": [{"f": "full", "s": "shared"}[kind] for kind in kinds],
+    })
+
+
+def test_row_formats() -> None:
+    assert RowFormat(dtype="bfloat16", latent_dim=512, rope_dim=64).row_bytes == 1152
+    assert RowFormat(dtype="float32", latent_dim=64, rope_dim=32).row_bytes == 384
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        RowFormat(dtype="bfloat16", latent_dim=60, rope_dim=7)
+    with pytest.raises(ConfigError, match="float64"):
+        RowFormat(dtype="float64", latent_dim=64, rope_dim=32)
+
+
+def test_glm52_has_21_index_groups_and_v32_one_per_layer() -> None:
+    glm = ModelShape.from_hf_config(GLM52)
+    assert [group.leader for group in glm.index_groups] == [0, 1, 2, *range(6, 78, 4)]
+    assert sum(len(group.layers) for group in glm.index_groups) == 78
+    assert [group.layers for group in ModelShape.from_hf_config(V32).index_groups] == [(i,) for i in range(61)]
+
+
+@pytest.mark.parametrize("config", [GLM52, V32], ids=["glm52", "v32"])
+def test_packing_wastes_less_than_a_tenth(config: dict[str, object]) -> None:
+    layout = KVCacheLayout.build(ModelShape.from_hf_config(config), dtype="bfloat16")
+    assert layout.waste_fraction < 0.1
+    assert layout.block_bytes % layout.row.row_bytes == 0 and layout.block_bytes % 16 == 0
+    assert layout.host_block_bytes == 64 * 1152 * layout.shape.num_layers
+    assert layout.indexer_page_bytes == len(layout.indexer.layers) * 64 * 256 <= layout.block_bytes
+    for g in range(layout.num_resident_groups):
+        assert layout.resident_page_bytes(g) <= layout.block_bytes
+
+
+@pytest.mark.parametrize("num_groups", [None, 1, 2, 3])
+def test_every_layer_has_rows_of_its_own(num_groups: int | None) -> None:
+    layout = KVCacheLayout.build(shape(7, "fffssfs"), block_size=16, num_groups=num_groups)
+    owner = np.full((layout.num_resident_groups, layout.rows_per_block), -1)
+    for layer in range(7):
+        first = layout.layer_row_offset[layer]
+        rows = owner[layout.layer_group[layer], first : first + 16]
+        assert len(rows) == 16 and (rows == -1).all(), f"layer {layer} overlaps"
+        owner[layout.layer_group[layer], first : first + 16] = layer
+    assert sorted(layer for group in layout.residents for layer in group.layers) == list(range(7))
+    assert [group.layers for group in layout.residents] == [group.layers for group in layout.hots]
+    assert [group.group_id for group in layout.groups] == list(range(2 + 2 * layout.num_resident_groups))
+    assert layout.source.block_pool_id is None
+
+
+def test_index_groups_are_never_split() -> None:
+    layout = KVCacheLayout.build(shape(7, "fffssfs"), block_size=16)
+    for group in layout.shape.index_groups:
+        assert len({layout.layer_group[layer] for layer in group.layers}) == 1
+
+
+def test_b14_offsets_do_not_wrap_at_two_gib() -> None:
+    layout = KVCacheLayout.build(ModelShape.from_hf_config(GLM52), dtype="bfloat16")
+    assert layout.host_page_byte_offset(77, 200_000, 262_144) == (77 * 262_144 + 200_000) * 64 * 1152 > 2**40
+    assert layout.device_bytes(100_000) == 100_000 * layout.block_bytes > 2**35
+
+
+def test_capacity() -> None:
+    layout = KVCacheLayout.build(shape(), block_size=64)
+    assert [layout.pages(n) for n in (0, 1, 63, 64, 65)] == [0, 1, 1, 1, 2]
+    assert layout.pages(32_019) == 501 and KVCacheLayout.build(shape(), block_size=32).pages(32_019) == 1001
+    assert layout.device_blocks_resident(65) == 2 * (1 + layout.num_resident_groups)
+    assert layout.host_blocks_in(10 * layout.host_block_bytes + 5) == 10
+    assert layout.hot_blocks(832) == 13
+
+
+def test_the_fingerprint_is_stable_and_sees_every_difference() -> None:
+    base = KVCacheLayout.build(shape(), block_size=64)
+    assert base.fingerprint() == KVCacheLayout.build(shape(), block_size=64).fingerprint()
+    others = [
+        KVCacheLayout.build(shape(), block_size=32), KVCacheLayout.build(shape(), dtype="bfloat16"),
+        KVCacheLayout.build(shape(kinds="ffsfss")), KVCacheLayout.build(shape(), num_groups=1),
+        KVCacheLayout.build(shape(index=64)), KVCacheLayout.build(shape(latent=80)),
+        KVCacheLayout.build(shape(), indexer_dtype="bfloat16"),
+    ]
+    assert len({base.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "llama.*glm_moe_dsa"),
+        ({"index_topk": None}, "index_topk"),
+        ({"indexer_types": ["full"]}, "1 entries for 78 layers"),
+        ({"num_hidden_layers": 2, "indexer_types": ["shared", "full"]}, "first layer"),
+        ({"num_hidden_layers": 2, "indexer_types": ["full", "half"]}, "half"),
+    ],
+)
+def test_a_config_that_is_not_dsa_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ModelShape.from_hf_config({**GLM52, **change})
+
+
+@pytest.mark.parametrize("block_size", [0, 3, 48, 128])
+def test_block_size_must_fit_a_row_mask(block_size: int) -> None:
+    with pytest.raises(ConfigError, match="power of two in 4..64"):
+        KVCacheLayout.build(shape(), block_size=block_size)
+
+
+def test_num_groups_out_of_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1\.\.3"):
+        KVCacheLayout.build(shape(), num_groups=4)
