@@ -128,6 +128,8 @@ class DecodeService:
                     request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline)
                 facts["prefill_attempts"] = attempts
                 if answer.error is not None:
+                    if time.monotonic() >= deadline:
+                        raise answer.error
                     local_tokens = self._fall_back(answer.error, attempts, len(request.prompt_token_ids))
                 else:
                     facts["prefill"] = "remote"
