@@ -27,7 +27,8 @@ class Counters:
 
     def add(self, field: str, seats: Tensor, counts: Tensor) -> None:
         """Adds `counts` int64 [n] to the seats int [n] (-1 = padding, not counted). No host sync."""
-        self._seats[_FIELDS.index(field)].index_add_(0, seats.to(torch.int64), counts)
+        column = torch.where(seats >= 0, seats, self._seats.shape[1] - 1).to(torch.int64)
+        self._seats[_FIELDS.index(field)].index_add_(0, column, counts)
 
     def take(self) -> tuple[ResolveStats, dict[int, ResolveStats]]:
         """Sums since the last call: of everything, and of each seat that has any."""
