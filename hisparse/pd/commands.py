@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from hisparse.pd.endpoint import RankEndpoint
@@ -50,16 +51,30 @@ class PDCommand:
     notices: tuple[OutgoingNotice, ...] = ()
 
 
+class ImportFailure(enum.Enum):
+    """Why an import failed, for policies and metrics; the text beside it says what exactly."""
+
+    REFUSED = "refused"
+    """The peer could not be connected, or belongs to an earlier incarnation."""
+    TIMEOUT = "timeout"
+    TRANSFER = "transfer"
+    GENERATION = "generation"
+    """A page was reused while it was read."""
+    CANCELLED = "cancelled"
+    RESTARTED = "restarted"
+    """The peer, or this engine's workers, restarted meanwhile."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportAck:
     """One rank's last word on one import. Either way nothing of it is in flight on that rank any more.
 
     Attributes:
-        reason: "" when ok. num_bytes: read from the peer. seconds: from receipt to outcome.
+        failure: None when ok. num_bytes: read from the peer. seconds: from receipt to outcome.
     """
 
     job_id: int
-    ok: bool
+    failure: ImportFailure | None = None
     reason: str = ""
     num_bytes: int = 0
     seconds: float = 0.0

@@ -34,8 +34,8 @@ MAX_LEASE_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteKV:
-    """Decoded and checked `kv_transfer_params`: KV of positions [0, num_tokens) held by a prefill engine."""
+class RemoteHeader:
+    """Who holds what under which lease, without the page lists."""
 
     engine_id: str
     incarnation: int
@@ -43,6 +43,12 @@ class RemoteKV:
     lease_s: float
     num_tokens: int
     endpoints: tuple[RankEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteKV(RemoteHeader):
+    """Decoded and checked `kv_transfer_params`: KV of positions [0, num_tokens) held by a prefill engine."""
+
     pages: PageTable
 
 
@@ -79,6 +85,17 @@ def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
         ProtocolError: version, block size, fingerprint, a length, an id, a generation or a region does not fit, or the
             page list is empty (that is a failed prefill, never "no prefix"). Says what was expected and what came.
     """
+    header = decode_header(params, layout=layout, fingerprint=fingerprint)
+    if header.num_tokens == 0:
+        raise ProtocolError("prefill answered with an empty page list; that is a failed prefill, not an absent prefix")
+    table = _decode_table(params, layout, layout.pages(header.num_tokens))
+    _check_table(table, header.endpoints)
+    return RemoteKV(engine_id=header.engine_id, incarnation=header.incarnation, lease_id=header.lease_id,
+                    lease_s=header.lease_s, num_tokens=header.num_tokens, endpoints=header.endpoints, pages=table)
+
+
+def decode_header(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> RemoteHeader:
+    """Everything but the page lists, checked: enough to release the lease. Raises ProtocolError."""
     params = read_mapping(params, "kv_transfer_params")
     version = read_int(params, "version", 0, 1 << 31)
     if version != WIRE_VERSION:
@@ -92,9 +109,6 @@ def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
     if theirs != fingerprint:
         raise ProtocolError(f"layout fingerprint of prefill is {theirs}, ours is {fingerprint}; the sides run "
                             "different models, row formats, page sizes or packings")
-    num_tokens = read_int(params, "num_tokens", 0, 1 << 40)
-    if num_tokens == 0:
-        raise ProtocolError("prefill answered with an empty page list; that is a failed prefill, not an absent prefix")
     lease_s = params.get("lease_s")
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not 0 < lease_s <= MAX_LEASE_S:
         raise ProtocolError(f"lease_s must be a number of seconds in (0, {MAX_LEASE_S:.0f}], got {lease_s!r:.80}")
@@ -105,13 +119,12 @@ def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
     if not isinstance(ranks, list) or len(ranks) != tp:
         raise ProtocolError(f"expected a list of {tp} prefill ranks, got "
                             + (f"{len(ranks)}" if isinstance(ranks, list) else type(ranks).__name__))
-    endpoints = tuple(
-        decode_endpoint(item, rank=rank, agent=agent_name(engine_id, incarnation, rank), layout=layout)
-        for rank, item in enumerate(ranks))
-    table = _decode_table(params, layout, layout.pages(num_tokens))
-    _check_table(table, endpoints)
-    return RemoteKV(engine_id=engine_id, incarnation=incarnation, lease_id=read_text(params, "lease_id"),
-                    lease_s=float(lease_s), num_tokens=num_tokens, endpoints=endpoints, pages=table)
+    return RemoteHeader(
+        engine_id=engine_id, incarnation=incarnation, lease_id=read_text(params, "lease_id"), lease_s=float(lease_s),
+        num_tokens=read_int(params, "num_tokens", 0, 1 << 40),
+        endpoints=tuple(
+            decode_endpoint(item, rank=rank, agent=agent_name(engine_id, incarnation, rank), layout=layout)
+            for rank, item in enumerate(ranks)))
 
 
 def _decode_table(params: Mapping[str, Any], layout: KVCacheLayout, num_pages: int) -> PageTable:

@@ -7,17 +7,28 @@ No bytes, no transport here: work leaves through `build_metadata`, outcomes come
 
 from __future__ import annotations
 
+import enum
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents, PageGenerations
+from hisparse.errors import InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
-from hisparse.pd.commands import PDCommand, PDOutput
-from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
+from hisparse.pd.endpoint import RankEndpoint, check_regions
+from hisparse.pd.held import HeldLeases
+from hisparse.pd.leases import LeaseTable
+from hisparse.pd.pages import table_of
+from hisparse.pd.planner import LandingPlanner
+from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
 from hisparse.types import ImportTarget, Landing, RequestPages
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +39,39 @@ class PDStats:
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
+    early_releases: int = 0
     imports_in_flight: int = 0
     imports_ok: int = 0
     imports_failed: Mapping[str, int] = field(default_factory=dict)
-    """By reason class: refused, timeout, transfer, generation, cancelled, restarted."""
+    """By ImportFailure value; "refused" includes parameters that add_remote did not accept."""
     landings: Mapping[str, int] = field(default_factory=dict)
     import_bytes: int = 0
     import_seconds: float = 0.0
     late_acks_ignored: int = 0
     bad_notices: int = 0
+
+
+class _RemoteState(enum.Enum):
+    OFFERED = "offered"
+    IMPORTING = "importing"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Remote:
+    kv: RemoteKV
+    state: _RemoteState = _RemoteState.OFFERED
+
+
+@dataclass(slots=True)
+class _Job:
+    request_id: str
+    waiting: set[int]  # ranks that have not acknowledged
+    closed: bool = False
+    failures: list[tuple[int, ImportFailure, str]] = field(default_factory=list)
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 class PDConnectorScheduler:
@@ -52,14 +87,53 @@ class PDConnectorScheduler:
 
     def __init__(self, layout: KVCacheLayout, config: PDConfig, *, engine_id: str, incarnation: int, num_ranks: int,
                  fingerprint: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        raise NotImplementedError
+        self._layout, self._config, self._num_ranks = layout, config, num_ranks
+        self.engine_id, self.incarnation = engine_id, incarnation
+        self._fingerprint = fingerprint if fingerprint is not None else layout.fingerprint()
+        self._endpoints: tuple[RankEndpoint, ...] = ()
+        self._leases = LeaseTable(clock)
+        self._next_lease = 1
+        self._planner = LandingPlanner()
+        self._held = HeldLeases(clock)
+        self._remotes: dict[str, _Remote] = {}
+        self._incarnations: dict[str, int] = {}  # peer -> the one we talk to
+        self._retired: set[tuple[str, int]] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._importing: dict[str, int] = {}  # live request -> its job
+        self._next_job = 1
+        self._plans: list[ImportPlan] = []
+        self._cancels: list[int] = []
+        self._loaded: set[str] = set()  # known without any worker
+        self._failed: dict[str, str] = {}
+        self._drained: list[str] = []
+        self._failures: Counter[str] = Counter()
+        self._ok = self._bytes = self._late_acks = self._bad_notices = 0
+        self._seconds = 0.0
 
     # ---- set-up
     def set_endpoints(self, endpoints: Sequence[RankEndpoint]) -> None:
-        """The own ranks' `PDConnectorWorker.handshake()` results, by rank. Needed before grant and start_import."""
+        """The own ranks' `PDConnectorWorker.handshake()` results, by rank. Needed before `grant`.
+
+        Raises:
+            ProtocolError: a rank is missing, out of order, or its regions do not fit the layout.
+        """
+        if [endpoint.rank for endpoint in endpoints] != list(range(self._num_ranks)):
+            raise ProtocolError(f"expected the endpoints of ranks 0..{self._num_ranks - 1} in order, got "
+                                f"{[endpoint.rank for endpoint in endpoints]}")
+        for endpoint in endpoints:
+            check_regions(endpoint, self._layout)
+        self._endpoints = tuple(endpoints)
 
     def workers_restarted(self, incarnation: int, endpoints: Sequence[RankEndpoint]) -> None:
         """All ranks were replaced: leases end, imports in flight fail at the next update, late acks are ignored."""
+        self.incarnation = incarnation
+        self.set_endpoints(endpoints)
+        self._leases.end_all()
+        jobs, self._jobs = self._jobs, {}
+        self._plans, self._cancels = [], []
+        for job in jobs.values():
+            job.failures.append((-1, ImportFailure.RESTARTED, "the workers restarted during the import"))
+            self._end_job(job, self._loaded, self._failed, self._drained)
 
     # ---- prefill role (RemoteDecode)
     def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations) -> Mapping[str, Any]:
@@ -67,58 +141,257 @@ class PDConnectorScheduler:
 
         An empty page list gives parameters that decode refuses, and the request is in take_expired() at once.
         """
-        raise NotImplementedError
+        if not self._endpoints:
+            raise InvariantError("grant before set_endpoints: peers could not reach the pages")
+        if pages.first_page != 0:
+            raise InvariantError(f"request {request_id}: only whole prompts can be leased, got pages from {pages.first_page}")
+        empty = pages.num_pages == 0 or pages.num_tokens == 0
+        if not empty and pages.num_pages != self._layout.pages(pages.num_tokens):
+            raise InvariantError(f"request {request_id}: {pages.num_pages} pages for {pages.num_tokens} tokens, expected "
+                                 f"{self._layout.pages(pages.num_tokens)}")
+        lease_id, self._next_lease = f"{self.incarnation:016x}-{self._next_lease}", self._next_lease + 1
+        if empty:
+            self._leases.end_unopened(request_id)
+        else:
+            self._leases.open(lease_id, request_id, self._config.lease_s)
+        return encode_params(
+            layout=self._layout, fingerprint=self._fingerprint, engine_id=self.engine_id, incarnation=self.incarnation,
+            lease_id=lease_id, lease_s=self._config.lease_s, num_tokens=0 if empty else pages.num_tokens,
+            endpoints=self._endpoints, table=table_of(pages, generations))
 
     def release_request(self, request_id: str) -> None:
         """The client of this prefill request is gone: end its lease now, or as soon as it is granted."""
+        self._leases.release_request(request_id)
 
     def take_expired(self) -> tuple[str, ...]:
         """Request ids (as given to grant) whose lease ended since the last call: released or out of time."""
-        raise NotImplementedError
+        self._leases.expire()
+        return self._leases.take_ended()
 
     # ---- decode role (RemotePrefill)
     def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> int:
         """Checks and keeps a prefill answer; returns the tokens it holds. Call before the engine schedules the request.
 
+        Several requests may share one answer (n > 1): prefill is told to release when the last of them is done.
+        A second answer for a request (a retry) replaces the first; the landing on record stays.
         Raises:
             ProtocolError: it does not fit; where the lease could be read, prefill is told to release it.
         """
-        raise NotImplementedError
+        current = self._remotes.get(request_id)
+        if current is not None and current.state is _RemoteState.IMPORTING:
+            raise InvariantError(f"request {request_id} is importing; a new prefill answer cannot replace that")
+        try:
+            kv = decode_params(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
+            self._check_incarnation(kv.engine_id, kv.incarnation)
+        except ProtocolError as error:
+            self._failures[ImportFailure.REFUSED.value] += 1
+            self.reject_remote(kv_transfer_params, str(error))
+            raise
+        self.release_unused(request_id, "replaced by a newer prefill answer")
+        self._remotes[request_id] = _Remote(kv=kv)
+        self._held.add(request_id, kv.engine_id, kv.endpoints[0], kv.lease_id, kv.lease_s)
+        return kv.num_tokens
+
+    def reject_remote(self, kv_transfer_params: Any, reason: str) -> None:
+        """The request that came with this answer is refused before it was added: prefill is told to release.
+
+        Never raises for what the peer sent: where the lease or its owner cannot be read, it runs out by itself.
+        """
+        try:
+            header = decode_header(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
+            self._check_incarnation(header.engine_id, header.incarnation)
+        except ProtocolError:
+            return
+        if header.num_tokens:
+            self._held.release_unheld(header.engine_id, header.endpoints[0], header.lease_id, reason)
 
     def remote_tokens(self, request_id: str) -> int:
         """Tokens that can be imported for this request; 0 = none, given up, or failed."""
-        raise NotImplementedError
+        remote = self._remotes.get(request_id)
+        return remote.kv.num_tokens if remote is not None and remote.state is _RemoteState.OFFERED else 0
 
     def choose_landing(self, request_id: str, fits_resident: bool, fits_host: bool) -> Landing | None:
         """The recorded landing, or records one if one fits now; None = wait, nothing recorded."""
-        raise NotImplementedError
+        return self._planner.choose(request_id, fits_resident, fits_host)
 
     def start_import(self, request_id: str, target: ImportTarget) -> None:
-        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update."""
+        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update.
+
+        Raises:
+            InvariantError: nothing is offered for the request, or the target does not fit what is offered.
+        """
+        remote = self._remotes.get(request_id)
+        if remote is None or remote.state is not _RemoteState.OFFERED:
+            raise InvariantError(f"request {request_id} has nothing to import"
+                                 + (f" ({remote.state.value})" if remote is not None else ""))
+        pages, kv = target.pages, remote.kv
+        last = self._layout.pages(pages.num_tokens)
+        if pages.num_tokens > kv.num_tokens or pages.num_pages != max(0, last - pages.first_page):
+            raise InvariantError(
+                f"import of {request_id}: pages {pages.first_page}..{pages.first_page + pages.num_pages} for "
+                f"{pages.num_tokens} tokens do not fit the {kv.num_tokens} tokens that prefill holds")
+        if pages.num_pages == 0:
+            remote.state = _RemoteState.DONE
+            self._loaded.add(request_id)
+            self._held.drop(request_id, "nothing to read")
+            return
+        job_id, self._next_job = self._next_job, self._next_job + 1
+        ranks = range(self._num_ranks)
+        self._plans.append(ImportPlan(
+            job_id=job_id, peer_id=kv.engine_id, landing=target.landing,
+            sources=tuple(kv.endpoints[rank * len(kv.endpoints) // self._num_ranks] for rank in ranks),
+            source=kv.pages.slice(pages.first_page, last), destination=table_of(pages),
+            tail_rows=pages.num_tokens - (last - 1) * self._layout.block_size,
+            deadline_s=self._config.transfer_deadline_s))
+        self._jobs[job_id] = _Job(request_id=request_id, waiting=set(ranks))
+        self._importing[request_id] = job_id
+        remote.state = _RemoteState.IMPORTING
 
     def release_unused(self, request_id: str, reason: str) -> None:
-        """Nothing (more) will be read: prefill is told to release. Idempotent."""
+        """Nothing (more) will be read: prefill is told to release. An import under way is cancelled. Idempotent."""
+        job_id = self._importing.get(request_id)
+        if job_id is not None:
+            self._cancels.append(job_id)
+            return
+        self._remotes.pop(request_id, None)
+        self._held.drop(request_id, reason)
 
     # ---- SchedulerConnector
     def build_metadata(self, step: int) -> PDCommand | None:
-        raise NotImplementedError
+        self._leases.expire()
+        notices: tuple[OutgoingNotice, ...] = self._held.take_notices()
+        plans, cancels = tuple(self._plans), tuple(self._cancels)
+        self._plans, self._cancels = [], []
+        if not (plans or cancels or notices):
+            return None
+        return PDCommand(imports=plans, cancels=cancels, notices=notices)
 
     def update(self, outputs: Sequence[PDOutput]) -> LoadEvents:
         """Call in every engine iteration, also with no outputs: time passes here."""
-        raise NotImplementedError
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, {}
+        drained, self._drained = self._drained, []
+        for output in outputs:
+            if output.incarnation != self.incarnation:
+                self._late_acks += len(output.acks)
+                continue
+            for payload in output.notices:
+                self._take_notice(payload)
+            for ack in output.acks:
+                if not 0 < ack.job_id < self._next_job:
+                    raise InvariantError(f"rank {output.rank} acknowledged import {ack.job_id}, which was never planned")
+                job = self._jobs.get(ack.job_id)
+                if job is None or output.rank not in job.waiting:
+                    self._late_acks += 1
+                    continue
+                job.waiting.discard(output.rank)
+                job.num_bytes += ack.num_bytes
+                job.seconds = max(job.seconds, ack.seconds)
+                if ack.failure is not None:
+                    job.failures.append((output.rank, ack.failure, ack.reason))
+                    if len(job.failures) == 1 and job.waiting:
+                        self._cancels.append(ack.job_id)  # the other ranks need not finish
+                if not job.waiting:
+                    del self._jobs[ack.job_id]
+                    self._end_job(job, loaded, failed, drained)
+        self._leases.expire()
+        return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained))
 
     def request_closed(self, request_id: str) -> None:
         """Import in flight: cancelled; LoadEvents.drained names the request when every rank drained."""
+        self._planner.forget(request_id)
+        self._remotes.pop(request_id, None)
+        self._loaded.discard(request_id)
+        self._failed.pop(request_id, None)
+        self._held.drop(request_id, "the request was closed")
+        job_id = self._importing.pop(request_id, None)
+        if job_id is None:
+            return
+        planned = [plan for plan in self._plans if plan.job_id != job_id]
+        if len(planned) < len(self._plans):  # no worker has seen it
+            self._plans = planned
+            del self._jobs[job_id]
+            self._drained.append(request_id)
+            self._failures[ImportFailure.CANCELLED.value] += 1
+        else:
+            self._jobs[job_id].closed = True
+            self._cancels.append(job_id)
 
     def loading(self) -> frozenset[str]:
-        """Live requests with an import planned or in flight."""
-        raise NotImplementedError
+        """Live requests with an import planned, in flight or about to be reported."""
+        return frozenset((*self._importing, *self._loaded, *self._failed))
 
     def has_pending_work(self) -> bool:
-        raise NotImplementedError
+        """Imports, cancels or notices under way, or a lease held on either side (heartbeats and time-outs need steps)."""
+        return bool(self._jobs or self._cancels or self._loaded or self._failed or self._drained or len(self._leases)
+                    or self._leases.has_ended() or self._held.has_work())
 
     def check(self) -> None:
-        raise NotImplementedError
+        """Jobs, remotes and leases name each other."""
+        self._leases.check()
+        self._held.check()
+        for request_id, job_id in self._importing.items():
+            job, remote = self._jobs.get(job_id), self._remotes.get(request_id)
+            if job is None or job.request_id != request_id or job.closed:
+                raise InvariantError(f"request {request_id} imports in job {job_id}, which is not its job")
+            if remote is None or remote.state is not _RemoteState.IMPORTING:
+                raise InvariantError(f"request {request_id} imports in job {job_id} but its remote says otherwise")
+        for job_id, job in self._jobs.items():
+            if not job.waiting or (not job.closed and self._importing.get(job.request_id) != job_id):
+                raise InvariantError(f"import {job_id} of {job.request_id} is in flight for nobody")
 
     def stats(self) -> PDStats:
-        raise NotImplementedError
+        leases = self._leases
+        return PDStats(
+            leases_held=len(leases), leases_granted=leases.granted, leases_released=leases.released,
+            leases_expired=leases.expired, early_releases=leases.early_releases, imports_in_flight=len(self._jobs),
+            imports_ok=self._ok, imports_failed=dict(self._failures),
+            landings={landing.value: count for landing, count in self._planner.counts.items()},
+            import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._late_acks,
+            bad_notices=self._bad_notices)
+
+    # ---- inside
+    def _check_incarnation(self, engine_id: str, incarnation: int) -> None:
+        if (engine_id, incarnation) in self._retired:
+            raise ProtocolError(f"prefill engine {engine_id} has restarted since it gave this answer; its pages are gone")
+        current = self._incarnations.setdefault(engine_id, incarnation)
+        if current != incarnation:
+            self._retired.add((engine_id, current))
+            self._incarnations[engine_id] = incarnation
+
+    def _take_notice(self, payload: bytes) -> None:
+        try:
+            notice = decode_notice(payload)
+        except ProtocolError as error:
+            self._bad_notices += 1
+            _log.warning("a peer's notice was ignored: %s", error)
+            return
+        if notice.kind == "release":
+            self._leases.release(notice.lease_id)
+        else:
+            self._leases.renew(notice.lease_id)
+
+    def _end_job(self, job: _Job, loaded: set[str], failed: dict[str, str], drained: list[str]) -> None:
+        """Every rank is done with the job (or gone)."""
+        self._bytes += job.num_bytes
+        self._seconds += job.seconds
+        first = next((f for f in job.failures if f[1] is not ImportFailure.CANCELLED), None) or \
+            next(iter(job.failures), None)
+        if first is not None:
+            self._failures[first[1].value] += 1
+        if job.closed:
+            drained.append(job.request_id)
+            return
+        del self._importing[job.request_id]
+        remote = self._remotes[job.request_id]
+        if first is None:
+            self._ok += 1
+            remote.state = _RemoteState.DONE
+            loaded.add(job.request_id)
+            self._held.drop(job.request_id, "imported")
+        else:
+            rank, kind, text = first
+            remote.state = _RemoteState.FAILED
+            where = f"rank {rank}: " if rank >= 0 else ""
+            failed[job.request_id] = f"{where}{kind.value}: {text}"
+            self._held.drop(job.request_id, f"import failed: {kind.value}")

@@ -7,6 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hisparse.errors import TransferError
+
+
+class PeerLost(TransferError):
+    """The endpoint is unusable and parts of its reads may still be on their way: only `disconnect` makes it quiet."""
+
+
 Descriptors = npt.NDArray[np.int64]
 """[n, 3]: remote address, local address, bytes."""
 
@@ -33,14 +40,14 @@ class Transport(Protocol):
         """Posts one READ of all descriptors; returns its handle. May block for the copy.
 
         Raises:
-            TransferError: nothing was posted (dead peer, range outside a registration, unknown peer).
+            TransferError: nothing was posted (range outside a registration, unknown peer). PeerLost: see there.
         """
 
     def poll(self, handle: Any) -> bool:
         """True = every byte is here, False = in progress. The handle is released when it returns True or raises.
 
         Raises:
-            TransferError: the read failed and is drained: it writes nothing any more.
+            TransferError: the read failed and is drained: it writes nothing any more. PeerLost: see there.
         """
 
     def notify(self, peer: str, message: bytes) -> None:

@@ -1,20 +1,22 @@
-"""Worker half of the P/D connector: owns the rank's transfer thread."""
+"""Worker half of the P/D connector: registers the rank's pools and hands orders to its transfer thread."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from hisparse.config import PDConfig
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import PDCommand, PDOutput
 from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.importer import Importer
+from hisparse.pd.memory import HostSlab, LocalMemory, Slab
+from hisparse.pd.transfer_thread import TransferThread
 from hisparse.pd.transport import Transport
 
-if TYPE_CHECKING:
-    from hisparse.worker.device_cache import DeviceCache
-    from hisparse.worker.host_pool import HostPool
+START_TIMEOUT_S = 120.0
+DRAIN_S = 1.0
+"""A READ past its deadline gets this long to end by itself before its endpoint is closed."""
 
 
 class PDConnectorWorker:
@@ -23,32 +25,67 @@ class PDConnectorWorker:
     In a MultiWorkerConnector it comes after the hisparse child: generations are stored and row masks cleared first.
 
     Args:
-        host_pool: None when the engine runs without HiSparse (then only RESIDENT landings).
+        cache: the rank's DeviceCache. host_pool: its HostPool, None without HiSparse (then only RESIDENT landings).
         host_writer: this rank writes the host pool (the lowest rank of each physical pool).
-        make_transport: agent name -> Transport; default by `config.transport`.
+        make_transport: agent name -> Transport, called on the transfer thread; default by `config.transport`.
     """
 
     name = "pd"
 
-    def __init__(self, layout: KVCacheLayout, config: PDConfig, *, cache: DeviceCache, host_pool: HostPool | None,
+    def __init__(self, layout: KVCacheLayout, config: PDConfig, *, cache: Slab, host_pool: HostSlab | None,
                  engine_id: str, incarnation: int, rank: int, host_writer: bool,
                  make_transport: Callable[[str], Transport] | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        raise NotImplementedError
+        self._rank, self._incarnation = rank, incarnation
+        memory = LocalMemory(layout, cache, host_pool)
+
+        def make_importer(transport: Transport) -> Importer:
+            return Importer(memory, transport, rank=rank, host_writer=host_writer, staging_slots=config.staging_slots,
+                            slot_pages=config.staging_slot_pages, direct=config.landing_path == "direct",
+                            drain_s=DRAIN_S, clock=clock)
+
+        self._thread = TransferThread(
+            memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S,
+            make_transport=make_transport or transport_factory(config.transport), make_importer=make_importer)
 
     def handshake(self) -> RankEndpoint:
-        """Address of this rank for peers; give it to PDConnectorScheduler.set_endpoints."""
-        raise NotImplementedError
+        """Address of this rank for peers; give it to PDConnectorScheduler.set_endpoints.
+
+        Raises:
+            TransferError: the transport could not start (memlock, missing library, name in use).
+        """
+        return self._thread.endpoint(START_TIMEOUT_S)
 
     def start_step(self, metadata: PDCommand | None) -> None:
         """Hands imports, cancels and notices to the transfer thread; returns at once."""
+        if metadata is not None:
+            self._thread.submit(metadata)
 
     def end_step(self) -> None:
         """Nothing: imports need no forward."""
 
     def output(self) -> PDOutput | None:
-        """Acknowledgements and notices since the last call."""
-        raise NotImplementedError
+        """Acknowledgements and notices since the last call. Raises TransferError when the transfer thread died."""
+        self._thread.raise_error()
+        acks, notices = self._thread.take()
+        if not acks and not notices:
+            return None
+        return PDOutput(rank=self._rank, incarnation=self._incarnation, acks=tuple(acks), notices=tuple(notices))
 
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""
+        self._thread.stop(DRAIN_S + 30.0)
+
+
+def transport_factory(kind: str) -> Callable[[str], Transport]:
+    """Agent name -> Transport of the configured kind; nixl is imported on first use, on the calling thread."""
+    def make(name: str) -> Transport:
+        if kind == "nixl":
+            from hisparse.pd.nixl import NixlTransport
+
+            return NixlTransport(name)
+        from hisparse.pd.loopback import LoopbackTransport
+
+        return LoopbackTransport(name)
+
+    return make

@@ -1,0 +1,84 @@
+"""Leases that this decode engine uses at prefill engines: heartbeats while a live request needs one, release after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hisparse.errors import InvariantError
+from hisparse.pd.commands import OutgoingNotice
+from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.protocol import Notice, encode_notice
+
+
+@dataclass(slots=True)
+class _Held:
+    endpoint: RankEndpoint
+    lease_s: float
+    renew_at_s: float
+    users: set[str] = field(default_factory=set)
+
+
+class HeldLeases:
+    """By (prefill engine, lease id). Several requests may use one lease; it is released with the last of them.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[tuple[str, str], _Held] = {}
+        self._by_request: dict[str, tuple[str, str]] = {}
+        self._notices: list[OutgoingNotice] = []
+
+    def add(self, request_id: str, peer_id: str, endpoint: RankEndpoint, lease_id: str, lease_s: float) -> None:
+        """The request needs the lease; it is renewed every third of `lease_s`. Raises InvariantError if it has one."""
+        if request_id in self._by_request:
+            raise InvariantError(f"request {request_id} uses lease {self._by_request[request_id]} already")
+        key = (peer_id, lease_id)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(endpoint=endpoint, lease_s=lease_s, renew_at_s=self._clock() + lease_s / 3)
+        held.users.add(request_id)
+        self._by_request[request_id] = key
+
+    def drop(self, request_id: str, reason: str) -> None:
+        """The request needs it no more. The last user's drop sends the release. Idempotent."""
+        key = self._by_request.pop(request_id, None)
+        if key is None:
+            return
+        held = self._held[key]
+        held.users.discard(request_id)
+        if not held.users:
+            del self._held[key]
+            self._send("release", key[0], held.endpoint, key[1], reason)
+
+    def release_unheld(self, peer_id: str, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
+        """Releases a lease that no request took, unless another request uses it."""
+        if (peer_id, lease_id) not in self._held:
+            self._send("release", peer_id, endpoint, lease_id, reason)
+
+    def take_notices(self) -> tuple[OutgoingNotice, ...]:
+        """Releases since the last call, and the heartbeats that are due."""
+        now = self._clock()
+        for (peer_id, lease_id), held in self._held.items():
+            if held.renew_at_s <= now:
+                held.renew_at_s = now + held.lease_s / 3
+                self._send("renew", peer_id, held.endpoint, lease_id, "")
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def has_work(self) -> bool:
+        """Notices wait to be taken, or leases to be renewed."""
+        return bool(self._notices or self._held)
+
+    def check(self) -> None:
+        """Both indexes agree; no lease is held for nobody."""
+        users = {request_id: key for key, held in self._held.items() for request_id in held.users}
+        if users != self._by_request or any(not held.users for held in self._held.values()):
+            raise InvariantError(f"leases in use {users} do not match requests {self._by_request}")
+
+    def _send(self, kind: str, peer_id: str, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
+        payload = encode_notice(Notice(kind=kind, lease_id=lease_id, reason=reason))
+        self._notices.append(OutgoingNotice(peer_id=peer_id, endpoint=endpoint, payload=payload))

@@ -1,0 +1,361 @@
+"""Imports of one rank: a state machine over a Transport, moved on by `pump` from the thread that owns the transport.
+
+Per import: data READs (straight to their place, or through staging slots and a copy) -> every piece seen -> generation
+READs -> compare -> row masks -> acknowledged ok. Any fault makes it failed: nothing more is posted, and "failed" is
+acknowledged only when nothing of it can write memory any more: its READs ended, or its peer's endpoint was closed.
+A READ past the deadline gets `drain_s` more to end by itself; then the endpoint is closed, which fails that peer's
+other imports too. Until then its pages and slots stay in quarantine.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hisparse.errors import InvariantError, TransferError
+from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
+from hisparse.pd.descriptors import ReadPlanner, mirrored, split
+from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
+from hisparse.pd.memory import LocalMemory
+from hisparse.pd.pages import Ids
+from hisparse.pd.peers import PeerTable
+from hisparse.pd.scatter import Scatter
+from hisparse.pd.staging import SlotPool
+from hisparse.pd.transport import Descriptors, PeerLost, Transport
+from hisparse.types import Landing
+
+DIRECT_READS = 4
+"""READs without a staging slot that one import has posted at a time."""
+
+
+class CopyEvent(Protocol):
+    """Of a copy that was handed to a copy engine."""
+
+    def done(self) -> bool: ...
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+def copy_now(copy: Callable[[], None]) -> CopyEvent:
+    """The CPU copy engine: the copy is over when this returns."""
+    copy()
+    return _Done()
+
+
+class _Phase(enum.Enum):
+    DATA = "data"
+    VERIFY = "verify"
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A piece that is planned, then posted, then (staged) copied."""
+
+    descriptors: Descriptors | None = None  # None: staged or generations, made when it has a slot
+    pages: Ids | None = None  # staged
+    runs: list[GenerationRun] | None = None  # generations
+    slot: int = -1
+    handle: Any = None
+    event: CopyEvent | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Import:
+    plan: ImportPlan
+    source: RankEndpoint
+    reads: ReadPlanner | None
+    started_at_s: float
+    deadline_s: float
+    rows_of: Ids  # pages whose rows this rank reads
+    waiting: deque[_Read] = field(default_factory=deque)
+    posted: list[_Read] = field(default_factory=list)
+    copying: list[_Read] = field(default_factory=list)
+    phase: _Phase = _Phase.DATA
+    failure: ImportFailure | None = None
+    reason: str = ""
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Lost:
+    """An endpoint that must be closed before its READs count as over."""
+
+    why: str
+    retry_at_s: float = float("-inf")
+
+
+class Importer:
+    """All imports of one rank.
+
+    Args:
+        host_writer: this rank writes host pages (HOST landings); others read only indexer and mirrored pages.
+        direct: HOST landings without staging. slot_pages: whole pages per staging slot. drain_s: see the module.
+        copy_engine: runs copies out of staging; returns the event that must be seen before the slot is free.
+    """
+
+    def __init__(self, memory: LocalMemory, transport: Transport, *, rank: int, host_writer: bool, staging_slots: int,
+                 slot_pages: int, direct: bool = False, drain_s: float = 1.0,
+                 clock: Callable[[], float] = time.monotonic,
+                 copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now) -> None:
+        self._memory, self._layout, self._transport = memory, memory.layout, transport
+        self._rank, self._writer = rank, host_writer
+        self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
+        self._clock, self._copy = clock, copy_engine
+        self.staging = SlotPool(staging_slots, slot_pages * self._layout.host_block_bytes)
+        self.generation_slots = SlotPool(max(2, staging_slots), GENERATION_BYTES)
+        for pool in (self.staging, self.generation_slots):
+            transport.register(pool.address, pool.num_bytes)
+        self.peers = PeerTable(transport)
+        self._scatter = Scatter(memory, slot_pages)
+        self._jobs: dict[int, _Import] = {}
+        self._lost: dict[str, _Lost] = {}
+        self._acks: list[ImportAck] = []
+
+    # ---- orders
+    def submit(self, plan: ImportPlan) -> None:
+        """Starts an import. A peer that cannot be reached makes it failed, not an exception.
+
+        Raises:
+            InvariantError: the job is known, or a destination is not a page of this rank.
+        """
+        if plan.job_id in self._jobs:
+            raise InvariantError(f"import {plan.job_id} is running already")
+        self._memory.check_destination(plan)
+        now = self._clock()
+        pages = np.arange(plan.destination.num_pages, dtype=np.int64)
+        to_host = plan.landing is Landing.HOST
+        rows_of = pages if not to_host or self._writer else pages[mirrored(plan.destination)]
+        source = plan.sources[self._rank]
+        job = _Import(plan=plan, source=source, reads=None, started_at_s=now, deadline_s=now + plan.deadline_s,
+                      rows_of=rows_of)
+        self._jobs[plan.job_id] = job
+        try:
+            if source.agent in self._lost:
+                raise TransferError(f"the endpoint of {source.agent} is being closed: {self._lost[source.agent].why}")
+            replaced = self.peers.connect(plan.peer_id, source)
+        except TransferError as error:
+            self._fail(job, ImportFailure.REFUSED, str(error))
+            return
+        for other in self._jobs.values():
+            if other.source.agent in replaced:
+                self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
+        job.reads = planner = ReadPlanner(self._layout, plan, source, self._memory.regions)
+        direct = [planner.indexer()]
+        if not to_host or not self._writer:
+            direct.append(planner.to_resident(rows_of))
+        elif self._direct:
+            direct.append(planner.to_host(rows_of))
+        else:
+            job.waiting.extend(_Read(pages=chunk) for chunk in planner.slot_chunks(rows_of, self._slot_pages))
+        for descriptors in direct:
+            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors))
+
+    def cancel(self, job_id: int) -> None:
+        """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._fail(job, ImportFailure.CANCELLED, "cancelled")
+
+    def cancel_all(self) -> None:
+        for job in self._jobs.values():
+            self._fail(job, ImportFailure.CANCELLED, "shutting down")
+
+    # ---- progress
+    def pump(self) -> bool:
+        """One round over all imports; never waits. True = something moved, so call again soon."""
+        moved = False
+        for agent in list(self._lost):
+            moved |= self._close_lost(agent)
+        for job in list(self._jobs.values()):
+            moved |= self._advance(job)
+        return moved
+
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def take_acks(self) -> list[ImportAck]:
+        acks, self._acks = self._acks, []
+        return acks
+
+    def check(self) -> None:
+        """Slots held are those of running imports."""
+        self.staging.check()
+        self.generation_slots.check()
+        held = sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying))
+        free = self.staging.num_free + self.generation_slots.num_free
+        total = self.staging.memory.shape[0] + self.generation_slots.memory.shape[0]
+        if held + free != total:
+            raise InvariantError(f"{held} slots held by imports and {free} free of {total}")
+
+    def _advance(self, job: _Import) -> bool:
+        now = self._clock()
+        moved = self._poll_reads(job)
+        moved |= self._poll_copies(job)
+        if job.failure is None and now >= job.deadline_s:
+            self._fail(job, ImportFailure.TIMEOUT, f"not done within {job.plan.deadline_s:g} s")
+        if job.failure is None:
+            moved |= self._post(job)
+        if job.posted and now >= job.deadline_s + self._drain_s:
+            self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
+        if job.posted or job.copying or job.waiting:
+            return moved
+        if job.failure is None and job.phase is _Phase.DATA:
+            self._start_verify(job)
+            return True
+        self._finish(job, now)
+        return True
+
+    def _poll_reads(self, job: _Import) -> bool:
+        moved = False
+        for read in list(job.posted):
+            if read.handle is None:
+                continue  # lost: only the closed endpoint ends it
+            try:
+                if not self._transport.poll(read.handle):
+                    continue
+            except PeerLost as error:
+                read.handle = None
+                self._fail(job, ImportFailure.TRANSFER, str(error))
+                self._lose(job.source.agent, str(error))
+                return True
+            except TransferError as error:
+                job.posted.remove(read)
+                self._free_slot(read)
+                self._fail(job, ImportFailure.TRANSFER, str(error))
+                return True
+            moved = True
+            job.posted.remove(read)
+            if job.failure is None and read.pages is not None:
+                self._start_copy(job, read)
+                continue
+            if job.failure is None and read.runs is not None:
+                self._compare(job, read)
+            self._free_slot(read)
+        return moved
+
+    def _start_copy(self, job: _Import, read: _Read) -> None:
+        pages, slot, planner = read.pages, read.slot, job.reads
+        assert pages is not None and planner is not None
+        layered = not planner.is_resident(int(pages[0]))
+        read.event = self._copy(
+            lambda: self._scatter.from_slot(job.plan, pages, self.staging.memory[slot], layered=layered))
+        job.copying.append(read)
+
+    def _poll_copies(self, job: _Import) -> bool:
+        done = [read for read in job.copying if read.event is not None and read.event.done()]
+        for read in done:
+            job.copying.remove(read)
+            self._free_slot(read)
+        return bool(done)
+
+    def _post(self, job: _Import) -> bool:
+        moved, agent, planner = False, job.source.agent, job.reads
+        assert planner is not None
+        direct = sum(read.slot < 0 for read in job.posted)
+        stuck: list[_Read] = []
+        while job.waiting and job.failure is None:
+            read = job.waiting.popleft()
+            if read.descriptors is not None:
+                if direct >= DIRECT_READS:
+                    stuck.append(read)
+                    continue
+                direct += 1
+                descriptors = read.descriptors
+            else:
+                pool = self.staging if read.pages is not None else self.generation_slots
+                slot = pool.acquire(agent)
+                if slot is None:
+                    stuck.append(read)
+                    continue
+                read.slot = slot
+                descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
+                               if read.pages is not None else self._generation_reads(read))
+            try:
+                read.handle = self._transport.read(agent, descriptors)
+            except PeerLost as error:
+                job.posted.append(read)
+                self._fail(job, ImportFailure.TRANSFER, str(error))
+                self._lose(agent, str(error))
+                return True
+            except TransferError as error:
+                self._free_slot(read)
+                self._fail(job, ImportFailure.TRANSFER, str(error))
+                return True
+            job.num_bytes += int(descriptors[:, 2].sum())
+            job.posted.append(read)
+            moved = True
+        job.waiting.extend(stuck)
+        return moved
+
+    # ---- generations
+    def _start_verify(self, job: _Import) -> None:
+        job.phase = _Phase.VERIFY
+        batches = plan_check(job.plan, job.source, job.rows_of, GENERATION_BYTES)
+        job.waiting.extend(_Read(runs=batch) for batch in batches)
+
+    def _generation_reads(self, read: _Read) -> Descriptors:
+        assert read.runs is not None
+        # No page has generation 0: a READ that moves nothing must not find an earlier answer in the slot.
+        self.generation_slots.memory[read.slot] = 0
+        return generation_reads(read.runs, self.generation_slots.slot_address(read.slot))
+
+    def _compare(self, job: _Import, read: _Read) -> None:
+        assert read.runs is not None
+        difference = first_difference(read.runs, self.generation_slots.memory[read.slot])
+        if difference:
+            self._fail(job, ImportFailure.GENERATION, difference)
+
+    # ---- ends
+    def _finish(self, job: _Import, now: float) -> None:
+        if job.failure is None and job.plan.landing is Landing.HOST and self._writer:
+            if self._direct:
+                self._scatter.mirror_from_host(job.plan)
+            self._scatter.set_row_masks(job.plan)
+        del self._jobs[job.plan.job_id]
+        self._acks.append(ImportAck(job_id=job.plan.job_id, failure=job.failure, reason=job.reason,
+                                    num_bytes=job.num_bytes, seconds=now - job.started_at_s))
+
+    def _fail(self, job: _Import, failure: ImportFailure, reason: str) -> None:
+        job.waiting.clear()
+        if job.failure is None:
+            job.failure, job.reason = failure, reason
+
+    def _lose(self, agent: str, why: str) -> None:
+        """The endpoint must be closed; until that works every READ of this peer stays in quarantine."""
+        self._lost.setdefault(agent, _Lost(why=why))
+        self._close_lost(agent)
+
+    def _close_lost(self, agent: str) -> bool:
+        lost, now = self._lost[agent], self._clock()
+        if now < lost.retry_at_s:
+            return False
+        if not self.peers.disconnect(agent):
+            lost.retry_at_s = now + self._drain_s
+            return False
+        del self._lost[agent]
+        for job in self._jobs.values():
+            if job.source.agent == agent:
+                self._abort(job, ImportFailure.TRANSFER, f"the endpoint was closed: {lost.why}")
+        return True
+
+    def _abort(self, job: _Import, failure: ImportFailure, reason: str) -> None:
+        """The job's endpoint is closed: its READs are over."""
+        self._fail(job, failure, reason)
+        for read in job.posted:
+            self._free_slot(read)
+        job.posted.clear()
+
+    def _free_slot(self, read: _Read) -> None:
+        if read.slot >= 0:
+            (self.staging if read.pages is not None else self.generation_slots).release(read.slot)
+            read.slot = -1

@@ -1,0 +1,63 @@
+"""Which prefill agents this rank is connected to. A restarted peer is a new agent: the old one goes first, for good."""
+
+from __future__ import annotations
+
+from hisparse.errors import TransferError
+from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.transport import Transport
+
+MAX_RETIRED = 4096
+
+
+class PeerTable:
+    """Connections by (peer, rank). Owned by the transfer thread.
+
+    Attributes:
+        handshakes: connections made so far.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._agents: dict[tuple[str, int], str] = {}
+        self._retired: dict[str, None] = {}
+        self.handshakes = 0
+
+    def connect(self, peer_id: str, endpoint: RankEndpoint) -> list[str]:
+        """Makes the endpoint reachable; a second call is free.
+
+        Returns: agents of an earlier incarnation that were disconnected for it; their READs are over.
+        Raises:
+            TransferError: the peer is not reachable, or it belongs to an incarnation that was replaced already.
+        """
+        key = (peer_id, endpoint.rank)
+        current = self._agents.get(key)
+        if current == endpoint.agent:
+            return []
+        if endpoint.agent in self._retired:
+            raise TransferError(f"agent {endpoint.agent} was replaced by a newer incarnation of {peer_id}")
+        replaced: list[str] = []
+        if current is not None:
+            self._transport.disconnect(current)
+            self._retire(current)
+            del self._agents[key]
+            replaced.append(current)
+        self._transport.connect(endpoint.agent, endpoint.metadata)
+        self._agents[key] = endpoint.agent
+        self.handshakes += 1
+        return replaced
+
+    def disconnect(self, agent: str) -> bool:
+        """Closes an endpoint; a later import may connect it again. False = the transport could not; it is open."""
+        try:
+            self._transport.disconnect(agent)
+        except TransferError:
+            return False
+        for key, name in list(self._agents.items()):
+            if name == agent:
+                del self._agents[key]
+        return True
+
+    def _retire(self, agent: str) -> None:
+        self._retired[agent] = None
+        while len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
