@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import heapq
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from hisparse.cache.admission import AdmissionArithmetic, check_device_pool
+from hisparse.cache.block_pool import BlockPool
+from hisparse.cache.coordinator import HiSparseCoordinator
+from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.groups import (
+    HiSparseHotManager,
+    HiSparseResidentManager,
+    HiSparseSourceManager,
+    IndexerManager,
+)
+from hisparse.cache.loads import Load, Loads
+from hisparse.cache.mirrors import uncover
 from hisparse.cache.offload import IndexerStore
-from hisparse.cache.prefix import ExtraKeys
+from hisparse.cache.pages import Residency
+from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
+from hisparse.cache.report import collect_stats, held_pages
+from hisparse.cache.request import Identity, Incarnation
+from hisparse.cache.residency import PageEvent, PageState
+from hisparse.cache.tables import TableChanges
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
-from hisparse.config import CacheConfig
+from hisparse.config import CacheConfig, hot_rows
+from hisparse.errors import ConfigError, InvariantError, RequestError
 from hisparse.layout import KVCacheLayout
 from hisparse.types import (
     BlockTableUpdate,
     HiSparseWorkerOutput,
+    ImportTarget,
     Landing,
     PageGenerations,
     RequestPages,
+    SeatReset,
     SparseKVOffloadCommand,
 )
-
-if TYPE_CHECKING:
-    from hisparse.cache.coordinator import HiSparseCoordinator
 
 __all__ = ["Admission", "CacheStats", "Fit", "KVCacheManager", "PrefixHit"]
 
@@ -47,10 +65,42 @@ class KVCacheManager:
                  max_seats: int, max_query_tokens: int, num_ranks: int, num_host_writers: int = 1,
                  indexer_offload: IndexerStore | None = None, incarnation: int | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        raise NotImplementedError
-
-    coordinator: HiSparseCoordinator | None
-    layout: KVCacheLayout
+        self.layout = layout
+        self.config = config
+        self.max_model_len = max_model_len
+        self.max_seats = max_seats
+        check_device_pool(layout, config, max_model_len=max_model_len, max_query_tokens=max_query_tokens)
+        if incarnation is None:
+            incarnation = secrets.randbits(64)
+        pool = BlockPool(config.device_blocks, incarnation=incarnation, name="device")
+        hot = source = None
+        watermark = 0
+        if config.enabled:
+            _check_host_pool(layout, num_host_blocks, max_model_len)
+            rows = hot_rows(config, layout)
+            hot = HiSparseHotManager(layout.hots, pool, rows=rows, blocks_per_group=layout.hot_blocks(rows))
+            source = HiSparseSourceManager(
+                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"))
+            watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
+        self.core = CacheCore(
+            layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
+            prefix_cache=config.prefix_cache and config.enabled, pool=pool,
+            indexer=IndexerManager(layout.indexer, pool), residents=HiSparseResidentManager(layout.residents, pool),
+            hot=hot, source=source, tables=TableChanges(layout),
+        )
+        self.residency = Residency(self.core)
+        self.loads = Loads(self.core, self.residency)
+        self.arithmetic = AdmissionArithmetic(self.core, config)
+        self.coordinator: HiSparseCoordinator | None = None
+        if config.enabled:
+            self.coordinator = HiSparseCoordinator(
+                self.core, self.residency, self.loads, num_writers=num_host_writers, num_ranks=num_ranks,
+                incarnation=incarnation, deadline_s=config.transfer_deadline_s, clock=clock)
+        self._offload = indexer_offload
+        self._identities: dict[str, Identity] = {}
+        self._free_seats = list(range(max_seats))
+        self._order = 0
+        self._steps: dict[int, list[tuple[Incarnation, int]]] = {}
 
     # ------------------------------------------------------------------------------------------- identity
     def open(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys | None = None,
@@ -60,25 +110,57 @@ class KVCacheManager:
         Raises:
             RequestError: it can never fit (with the numbers). InvariantError: the id is open already.
         """
-        raise NotImplementedError
+        if request_id in self._identities:
+            raise InvariantError(f"request {request_id!r} is open already")
+        num_tokens = len(token_ids)
+        if num_tokens < 1 or max_tokens < 1:
+            raise RequestError(f"a request needs at least 1 token and max_tokens >= 1, got {num_tokens} and {max_tokens}")
+        if num_tokens > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, more than max_model_len = {self.max_model_len}; shorten it",
+                field="prompt", status=413)
+        root = root_key(self._fingerprint, extra_keys or ExtraKeys())
+        keys = PageKeys(self.layout.block_size, root, enabled=self.core.prefix_cache)
+        keys.extend(token_ids)
+        self._identities[request_id] = Identity(
+            request_id=request_id, keys=keys, num_prompt_tokens=num_tokens, max_tokens=max_tokens,
+            max_rows=min(num_tokens + max_tokens - 1, self.max_model_len))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Accepted (sampled) tokens join the identity."""
-        raise NotImplementedError
+        identity = self._identity(request_id)
+        identity.keys.extend(token_ids)
+        inc = self.core.live.get(request_id)
+        if inc is not None:
+            self._seal(inc)
 
     def close(self, request_id: str) -> None:
         """Forgets the identity; frees first if it still holds blocks. Unknown ids are ignored."""
-        raise NotImplementedError
+        self.free(request_id)
+        self._identities.pop(request_id, None)
 
     # ------------------------------------------------------------------------------------------- pure queries
     def prefix(self, request_id: str) -> PrefixHit:
         """The longest prefix of whole pages that every group has or can load. Pure."""
-        raise NotImplementedError
+        identity = self._identity(request_id)
+        source = self.core.source
+        if source is None or not self.core.prefix_cache:
+            return PrefixHit()
+        keys = identity.keys.keys
+        host = len(source.published.prefix(keys))
+        gpu = len(self.core.indexer.cached.prefix(keys[:host]))
+        load = 0
+        if gpu < host and self._offload is not None:
+            load = min(self._offload.hit(keys, gpu), host - gpu)
+        return self._hit(gpu + load, gpu)
 
     def fits(self, request_id: str, prefix: PrefixHit, *, landing: Landing | None, import_tokens: int = 0,
              chunk_tokens: int) -> Fit:
         """Whether `admit` with the same arguments finds room. Pure: changes nothing."""
-        raise NotImplementedError
+        identity = self._identity(request_id)
+        landing = self._landing(prefix, landing, import_tokens)
+        needs = self.arithmetic.needs(identity, prefix, landing, import_tokens, chunk_tokens)
+        return self.arithmetic.fit(needs, blocked=self._blocked(request_id))
 
     # ------------------------------------------------------------------------------------------- life cycle
     def admit(self, request_id: str, prefix: PrefixHit, *, landing: Landing | None = None, import_tokens: int = 0,
@@ -89,11 +171,58 @@ class KVCacheManager:
         until `finish_load`. May answer None although `fits` said now: blocks that outside writers need must be quiet
         (no step or copy in flight touches them); ask again in the next pass.
         """
-        raise NotImplementedError
+        identity = self._identity(request_id)
+        if request_id in self.core.live:
+            raise InvariantError(f"request {request_id!r} is admitted already")
+        if import_tokens > identity.num_tokens:
+            raise InvariantError(f"import of {import_tokens} tokens into {request_id!r} of {identity.num_tokens} tokens")
+        if self._blocked(request_id) is not None:
+            return None
+        fresh = self.prefix(request_id)
+        pages = min(prefix.host_pages, fresh.host_pages)
+        hit = self._hit(pages, min(fresh.indexer_gpu_pages, pages))
+        landing = self._landing(hit, landing, import_tokens)
+        need = self.arithmetic.choose(self.arithmetic.needs(identity, hit, landing, import_tokens, chunk_tokens))
+        if need is None or not self._has_quiet_room(identity, hit, landing, import_tokens):
+            return None
+        self._order += 1
+        inc = Incarnation(identity=identity, seat=heapq.heappop(self._free_seats), order=self._order,
+                          target_pages=need.target_pages, window_pages=need.window_pages,
+                          host_target_pages=need.host_target_pages)
+        self.core.live[request_id] = inc
+        self._take_hit(inc, hit)
+        if landing is not None or hit.indexer_load_pages:
+            load = self.loads.begin(inc, hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
+                                    import_tokens=import_tokens)
+        else:
+            load = None
+        if need.hot and not self.residency.allocate_hot(inc):
+            raise InvariantError(f"request {request_id!r}: admission counted wrong, no hot region")
+        self.core.update_reservation(inc)
+        for page in range(hit.host_pages):
+            self.residency.adopt(inc, page, identity.keys.keys[page])
+        self.core.update_reservation(inc)
+        return self._admission(inc, hit, landing, load)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Blocks for the positions [computed, computed + num_tokens). False = no room now, nothing changed for it."""
-        raise NotImplementedError
+        inc = self.core.incarnation(request_id)
+        if inc.loading or inc.held:
+            raise InvariantError(f"request {request_id!r} cannot run: {'a load is pending' if inc.loading else 'held'}")
+        first = min(inc.valid, inc.identity.num_tokens - 1)
+        new = max(0, self.layout.pages(first + num_tokens) - inc.num_pages)
+        core = self.core
+        need = new * (1 + core.groups_per_page)
+        hot = core.hot
+        if hot is not None and inc.hot_required and not inc.has_hot:
+            if core.available_device(inc) >= hot.region_blocks + need:
+                self.residency.allocate_hot(inc)
+            elif inc.num_absent:
+                return False
+        if core.available_host(inc) < new or not self._make_room(inc, need):
+            return False
+        self._append_pages(inc, new)
+        return True
 
     def finish_load(self, request_id: str, *, failed: bool) -> int:
         """Outcome of an import and/or indexer load, drained on every rank. Returns the tokens now valid.
@@ -101,7 +230,16 @@ class KVCacheManager:
         Failed: nothing of it is valid; the request keeps its GPU-indexed prefix and recomputes with fresh blocks.
         Also call it for requests freed meanwhile (their blocks are pinned until then): counted, returns 0.
         """
-        raise NotImplementedError
+        if self.coordinator is not None:
+            valid = self.coordinator.finish_host_import(request_id, failed=failed)
+        else:
+            load = self.loads.finish(request_id, failed=failed)
+            valid = load.inc.valid if load is not None else 0
+        inc = self.core.live.get(request_id)
+        if inc is not None and not inc.loading:
+            self._seal(inc)
+            self.core.update_reservation(inc)
+        return valid
 
     def plan_step(self, step: int, scheduled: Sequence[tuple[str, int, int]]) -> SparseKVOffloadCommand | None:
         """Builds the HiSparse command of a step; the step counts as dispatched. None when HiSparse is off.
@@ -109,44 +247,84 @@ class KVCacheManager:
         Args:
             step: strictly increasing. scheduled: (request id, first position, tokens), after the last allocation.
         """
-        raise NotImplementedError
+        core = self.core
+        for request_id, first, num_tokens in scheduled:
+            inc = core.incarnation(request_id)
+            if inc.loading or inc.held or first > inc.valid or first + num_tokens > inc.num_pages * self.layout.block_size:
+                raise InvariantError(
+                    f"request {request_id!r} scheduled for {num_tokens} tokens from position {first}: it has {inc.valid} "
+                    f"valid rows and {inc.num_pages} pages (loading: {inc.loading}, held: {inc.held})")
+        command = None
+        if self.coordinator is not None:
+            for inc in core.live.values():
+                self.residency.update(inc)
+            mirrors = self.coordinator.build_row_mirrors(scheduled)
+            self.coordinator.plan_prefix_materialization(scheduled)
+            command = self.coordinator.build_offload_command(step, mirrors)
+        else:
+            core.pool.take_handed_out()
+        self._steps[step] = [(core.live[request_id], first + num_tokens) for request_id, first, num_tokens in scheduled]
+        core.clock.dispatch(step)
+        return command
 
     def take_table_updates(self) -> tuple[BlockTableUpdate, ...]:
         """Table updates since the last call, when HiSparse is off (otherwise they travel in the command)."""
-        raise NotImplementedError
+        return self.core.tables.take_updates()
 
     def retire(self, step: int, computed: Mapping[str, int]) -> None:
         """The output of every rank for `step` is back; `computed` = tokens now in cache per request of that step."""
-        raise NotImplementedError
+        for done in [number for number in self._steps if number <= step]:
+            for inc, end in self._steps.pop(done):
+                rows = computed.get(inc.request_id)
+                if not inc.released and rows is not None and done == step:
+                    self._advance(inc, rows, end)
+        self.core.clock.retire(step)
 
     def on_worker_output(self, outputs: Sequence[HiSparseWorkerOutput]) -> None:
         """Acknowledgements of transfers."""
-        raise NotImplementedError
+        if self.coordinator is not None:
+            self.coordinator.on_worker_output(outputs)
 
     def preempt(self, request_id: str) -> None:
         """Gives everything back; durable pages stay published; indexer pages go to the store first. Idempotent."""
-        raise NotImplementedError
+        inc = self.core.live.get(request_id)
+        if inc is None:
+            return
+        self.core.counters.preemptions += 1
+        self._store_indexer(inc)
+        self._release(inc, finished=False)
 
     def free(self, request_id: str, *, finished: bool = True) -> None:
         """Gives everything back. finished: spills under way are published when they complete. Idempotent."""
-        raise NotImplementedError
+        inc = self.core.live.get(request_id)
+        if inc is not None:
+            self._release(inc, finished=finished)
 
     def computed_tokens(self, request_id: str) -> int:
         """Tokens whose KV is valid; 0 when it holds nothing."""
-        raise NotImplementedError
+        inc = self.core.live.get(request_id)
+        return inc.valid if inc is not None else 0
 
     def seat(self, request_id: str) -> int:
         """Seat of an admitted request; -1 when it has none."""
-        raise NotImplementedError
+        inc = self.core.live.get(request_id)
+        return inc.seat if inc is not None else -1
 
     # ------------------------------------------------------------------------------------------- indexer offload
     def take_sealed_indexer_pages(self) -> list[tuple[bytes, int]]:
         """(page key, block) sealed since the last call and still cached; each block is pinned for the caller."""
-        raise NotImplementedError
+        indexer, out = self.core.indexer, []
+        for key in indexer.unstored:
+            block = indexer.cached.get(key)
+            if block is not None:
+                indexer.pin_for_store(block)
+                out.append((key, block))
+        indexer.unstored.clear()
+        return out
 
     def unpin_indexer(self, blocks: Sequence[int]) -> None:
         """Drops pins taken by `take_sealed_indexer_pages` or for a store planned at preemption."""
-        raise NotImplementedError
+        self.core.free_device([block for block in blocks if self.core.indexer.drop_store_pin(block)])
 
     # ------------------------------------------------------------------------------------------- P/D prefill side
     def hold(self, request_id: str) -> tuple[RequestPages, PageGenerations]:
@@ -154,33 +332,258 @@ class KVCacheManager:
 
         Lists a resident block only if it is pinned and a host block only if it is durable. Ends with `free`.
         """
-        raise NotImplementedError
+        inc = self.core.incarnation(request_id)
+        if inc.loading:
+            raise InvariantError(f"request {request_id!r} cannot be held while a load is pending")
+        if not inc.held:
+            self._leave_seat(inc)
+            inc.held = True
+            self.core.update_reservation(inc)
+        return held_pages(self.core, inc)
 
     # ------------------------------------------------------------------------------------------- scheduler queries
     def has_pending_reclamation(self) -> bool:
         """Blocks will come free without a preemption: wait."""
-        raise NotImplementedError
+        if self.core.clock.has_deferred or self.core.indexer.store_pins:
+            return True
+        return self.coordinator is not None and self.coordinator.has_pending_reclamation()
 
     def has_pending_work(self) -> bool:
         """Transfers to send or in flight, loads or pages retained: keep stepping even with nothing scheduled."""
-        raise NotImplementedError
+        if self.loads.pending or self.core.clock.has_deferred:
+            return True
+        return self.coordinator is not None and self.coordinator.has_pending_work()
 
     def all_context_pages_resident(self, request_ids: Sequence[str]) -> bool:
         """Every page of every request is resident in every group. Ask after the pass's last allocation."""
-        raise NotImplementedError
+        if self.coordinator is not None:
+            return self.coordinator.all_context_pages_resident(request_ids)
+        return bool(self.core.groups_per_page) and all(
+            self.core.incarnation(request_id).num_absent == 0 for request_id in request_ids)
 
     def overdue_transfers(self) -> tuple[tuple[int, int], ...]:
         """(rank, transfer id) without completion for longer than `transfer_deadline_s`: that worker has failed."""
-        raise NotImplementedError
+        return self.coordinator.spills.overdue() if self.coordinator is not None else ()
 
     def worker_lost(self, new_incarnation: int, *, host_pool_lost: bool = False) -> None:
         """All device state is void; durable host pages stay unless the pool died too. Requests must be re-admitted."""
-        raise NotImplementedError
+        core = self.core
+        core.counters.workers_lost += 1
+        if self.coordinator is not None:
+            self.coordinator.crash(new_incarnation)
+        self.loads.crash()
+        for inc in list(core.live.values()):
+            for page in range(inc.num_pages):
+                core.move(inc, page, PageEvent.CRASH)
+            if core.source is not None:
+                core.source.pool.free(block for block in reversed(inc.host) if block)
+            self._forget(inc)
+        core.clock.abandon()
+        core.tables.clear()
+        self.residency.crash()
+        core.indexer.crash()
+        core.pool.reset(new_incarnation)
+        if core.source is not None and host_pool_lost:
+            core.source.published.clear()
+            core.source.pool.reset(new_incarnation)
+        self._free_seats = list(range(self.max_seats))
+        self._steps.clear()
 
     def check(self) -> None:
         """Raises InvariantError unless both pools and every account are consistent."""
-        raise NotImplementedError
+        self.core.check()
+        self.residency.check()
+        self.loads.check()
+        if self.coordinator is not None:
+            self.coordinator.check()
+        seats = [inc.seat for inc in self.core.live.values() if inc.seat >= 0]
+        if sorted(seats + self._free_seats) != list(range(self.max_seats)):
+            raise InvariantError(f"seats held {sorted(seats)} and free {sorted(self._free_seats)} are not all, once")
 
     def stats(self) -> CacheStats:
         """Gauges and counters."""
-        raise NotImplementedError
+        return collect_stats(self.core, num_open=len(self._identities), num_loads=len(self.loads.pending),
+                             num_transfers=len(self.coordinator.spills.transfers) if self.coordinator else 0)
+
+    # ------------------------------------------------------------------------------------------- parts of the above
+    @property
+    def _fingerprint(self) -> str:
+        return self.layout.fingerprint()
+
+    def _identity(self, request_id: str) -> Identity:
+        identity = self._identities.get(request_id)
+        if identity is None:
+            raise InvariantError(f"request {request_id!r} is not open")
+        return identity
+
+    def _hit(self, pages: int, gpu_pages: int) -> PrefixHit:
+        return PrefixHit(tokens=pages * self.layout.block_size, host_pages=pages, indexer_gpu_pages=gpu_pages,
+                         indexer_load_pages=pages - gpu_pages)
+
+    def _landing(self, prefix: PrefixHit, landing: Landing | None, import_tokens: int) -> Landing | None:
+        """No import when the whole imported prefix is here already."""
+        return landing if import_tokens > prefix.tokens else None
+
+    def _blocked(self, request_id: str) -> str | None:
+        if request_id in self.loads.pending:
+            return "a load of an earlier admission has not drained"
+        if not self._free_seats:
+            return f"all {self.max_seats} seats are taken"
+        return None
+
+    def _has_quiet_room(self, identity: Identity, hit: PrefixHit, landing: Landing | None, import_tokens: int) -> bool:
+        """Writers outside the compute stream need blocks that no step or copy in flight touches. If there are too few,
+        takes readable free blocks out of use, so that they are quiet once the dispatched steps have retired."""
+        core = self.core
+        count = self.loads.quiet_blocks(hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
+                                        import_tokens=import_tokens)
+        if not count or core.all_quiet:
+            return True
+        taken = set(core.indexer.cached.prefix(identity.keys.keys[: hit.indexer_gpu_pages]))
+        quiet = core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
+        if quiet >= count:
+            return True
+        if core.clock.outstanding:
+            core.clock.mark_busy(core.pool.drop_readable(count - quiet))
+        return False
+
+    def _take_hit(self, inc: Incarnation, hit: PrefixHit) -> None:
+        """References on the hit's host and indexer blocks; pages become HOST_ONLY."""
+        core, keys = self.core, inc.identity.keys.keys[: hit.host_pages]
+        if not hit.host_pages:
+            return
+        assert core.source is not None
+        host = core.source.published.prefix(keys)
+        indexer = core.indexer.cached.prefix(keys[: hit.indexer_gpu_pages])
+        core.source.pool.touch(host)
+        core.pool.touch(indexer)
+        indexer += [0] * hit.indexer_load_pages
+        for page in range(hit.host_pages):
+            core.append_page(inc, PageEvent.HOST_HIT, indexer=indexer[page], host=host[page], resident=ABSENT)
+        core.tables.pages(inc, range(hit.host_pages))
+        inc.valid = hit.indexer_gpu_pages * self.layout.block_size
+        inc.published = inc.spill_cursor = inc.spill_target = hit.host_pages
+        inc.sealed = hit.indexer_gpu_pages
+        core.counters.prefix_hit_tokens += hit.tokens
+
+    def _admission(self, inc: Incarnation, hit: PrefixHit, landing: Landing | None, load: Load | None) -> Admission:
+        target = None
+        if landing is not None and load is not None:
+            first, size = hit.host_pages, self.layout.block_size
+            target = ImportTarget(import_id=load.id, landing=landing, pages=RequestPages(
+                first_page=first, num_tokens=load.import_tokens, indexer_blocks=tuple(inc.indexer[first:]),
+                host_blocks=tuple(inc.host[first:]),
+                resident_blocks=tuple(
+                    tuple([blocks[g] if blocks else 0 for blocks in inc.resident[first:]])
+                    for g in range(self.core.groups_per_page))))
+            if inc.num_pages != self.layout.pages(load.import_tokens) or first * size > load.import_tokens:
+                raise InvariantError(f"import of {load.import_tokens} tokens got {inc.num_pages} pages")
+        pages = slice(hit.indexer_gpu_pages, hit.host_pages)
+        return Admission(seat=inc.seat, cached_tokens=hit.tokens, import_target=target,
+                         indexer_keys=tuple(inc.identity.keys.keys[pages]), indexer_blocks=tuple(inc.indexer[pages]))
+
+    def _make_room(self, inc: Incarnation, need: int) -> bool:
+        """True if `need` device blocks are available, after giving hot regions to requests whose clean pages go then."""
+        core = self.core
+        if need <= core.available_device(inc):
+            return True
+        if core.hot is None:
+            return False
+        region = core.hot.region_blocks
+        for other in core.live.values():
+            if not other.loading:
+                self.residency.require_hot(other)
+        for other in core.live.values():
+            if other.has_hot or other.loading or other.held or core.available_device(other) < region:
+                continue
+            gain = sum(page < other.tail_start for page in other.clean_pinned) * core.groups_per_page
+            if gain > region:
+                self.residency.allocate_hot(other)
+                if need <= core.available_device(inc):
+                    return True
+        return need <= core.available_device(inc)
+
+    def _append_pages(self, inc: Incarnation, count: int) -> None:
+        if not count:
+            return
+        core = self.core
+        indexer = core.indexer.allocate(count)
+        resident = core.residents.allocate(count)
+        host = core.source.allocate(count) if core.source is not None else [0] * count
+        if indexer is None or resident is None or host is None:
+            raise InvariantError(f"request {inc.request_id!r}: {count} pages were counted as available but are not")
+        first = inc.num_pages
+        for i in range(count):
+            core.append_page(inc, PageEvent.ALLOC, indexer=indexer[i], host=host[i], resident=resident[i])
+        core.tables.pages(inc, range(first, first + count))
+        core.update_reservation(inc)
+
+    def _advance(self, inc: Incarnation, rows: int, end: int) -> None:
+        """A step of this request retired with `rows` rows in cache, of `end` planned."""
+        if not inc.valid <= rows <= max(end, inc.valid):
+            raise InvariantError(f"request {inc.request_id!r}: {rows} rows after a step that had {inc.valid}, planned {end}")
+        if rows < end:
+            uncover(self.core, inc, rows)
+            if inc.has_hot:
+                self.core.tables.reset(SeatReset(seat=inc.seat, from_slot=-1, from_position=rows))
+        inc.valid = rows
+        self._seal(inc)
+
+    def _seal(self, inc: Incarnation) -> None:
+        """Pages whose rows and tokens are all accepted: their indexer pages become findable, durable ones published."""
+        core = self.core
+        limit = min(inc.valid // self.layout.block_size, len(inc.identity.keys.keys))
+        while inc.sealed < limit and not inc.loading:
+            core.indexer.seal(inc.identity.keys.keys[inc.sealed], inc.indexer[inc.sealed],
+                              offer=self._offload is not None)
+            inc.sealed += 1
+        if self.coordinator is not None and not inc.loading:
+            self.coordinator.publication.advance(inc)
+
+    def _store_indexer(self, inc: Incarnation) -> None:
+        """Plans the store of the victim's sealed indexer pages that the engine has not asked for yet."""
+        indexer = self.core.indexer
+        if self._offload is None:
+            return
+        for page in range(inc.sealed):
+            key = inc.identity.keys.keys[page]
+            if key not in indexer.unstored:
+                continue
+            del indexer.unstored[key]
+            block = indexer.cached.get(key)
+            if block is not None and self._offload.plan_store(key, block):
+                indexer.pin_for_store(block)
+
+    def _release(self, inc: Incarnation, *, finished: bool) -> None:
+        """Every hold of this admission goes; what outside writers and copies still touch stays pinned by them."""
+        core = self.core
+        if self.coordinator is not None:
+            self.coordinator.free(inc, finished=finished)
+        for page in reversed(range(inc.num_pages)):
+            self.residency.release_page(inc, page, PageEvent.FREE)
+        core.free_device(block for block in reversed(inc.indexer) if block)
+        self._leave_seat(inc)
+        self._forget(inc)
+
+    def _leave_seat(self, inc: Incarnation) -> None:
+        if inc.seat < 0:
+            return
+        self.residency.release_hot(inc)
+        self.core.tables.seat_emptied(inc)
+        heapq.heappush(self._free_seats, inc.seat)
+        inc.seat = -1
+
+    def _forget(self, inc: Incarnation) -> None:
+        core = self.core
+        inc.released = True
+        core.update_reservation(inc)
+        core.page_counts[PageState.NONE] -= inc.num_pages
+        del core.live[inc.request_id]
+
+
+def _check_host_pool(layout: KVCacheLayout, num_host_blocks: int, max_model_len: int) -> None:
+    need = layout.pages(max_model_len) + 2
+    if num_host_blocks < need:
+        raise ConfigError(
+            f"the host pool has {num_host_blocks} pages, but one request of max_model_len = {max_model_len} tokens needs "
+            f"{need} (pages + 2); raise cache.host_pool_gib or lower max_model_len")

@@ -43,13 +43,14 @@ def _put(digest: hashlib._Hash, name: str, value: str | None) -> None:
 class PageKeys:
     """Keys of the full pages of one growing token list. `keys[i]` covers tokens [0, (i + 1) * block_size).
 
-    A key is SHA-256(parent key, the page's tokens as little-endian int64).
+    With `enabled=False` only counts tokens. A key is SHA-256(parent key, the page's tokens as little-endian int64).
     """
 
-    __slots__ = ("_parent", "_tail", "block_size", "keys", "num_tokens")
+    __slots__ = ("_parent", "_tail", "block_size", "enabled", "keys", "num_tokens")
 
-    def __init__(self, block_size: int, root: bytes) -> None:
+    def __init__(self, block_size: int, root: bytes, *, enabled: bool = True) -> None:
         self.block_size = block_size
+        self.enabled = enabled
         self.keys: list[bytes] = []
         self.num_tokens = 0
         self._parent = root
@@ -58,6 +59,8 @@ class PageKeys:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends tokens; hashes every page that became full."""
         self.num_tokens += len(token_ids)
+        if not self.enabled:
+            return
         self._tail.extend(token_ids)
         num_full = len(self._tail) // self.block_size
         if not num_full:

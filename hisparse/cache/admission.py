@@ -1,0 +1,147 @@
+"""Admission arithmetic: what a request needs to reach its first step, on the device and on the host. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hisparse.cache.core import CacheCore
+from hisparse.cache.loads import TAIL_PAGES
+from hisparse.cache.request import Identity
+from hisparse.cache.values import Fit, PrefixHit
+from hisparse.config import CacheConfig, hot_rows
+from hisparse.errors import ConfigError
+from hisparse.layout import KVCacheLayout
+from hisparse.types import Landing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Blocks an admission takes from what is available now.
+
+    Attributes:
+        device, host: blocks to become referenced or reserved. device_at_most: the same if nothing were shared.
+        hot: the request starts with a hot region.
+        target_pages: table entries at its first decode step. window_pages: resident pages it may pin when host-backed.
+    """
+
+    device: int
+    device_at_most: int
+    host: int
+    host_at_most: int
+    hot: bool
+    target_pages: int
+    window_pages: int
+    host_target_pages: int
+
+
+def window_pages(layout: KVCacheLayout, chunk_tokens: int) -> int:
+    """Resident pages in flight of a host-backed request: the tail, and what one chunk can touch beyond it."""
+    return TAIL_PAGES + layout.pages(max(1, chunk_tokens))
+
+
+def min_device_blocks(layout: KVCacheLayout, config: CacheConfig, *, max_model_len: int, max_query_tokens: int) -> int:
+    """Smallest legal device pool, incl. the null block: one request of `max_model_len` tokens can always finish alone.
+
+    HiSparse on: indexer pages of the whole request + one hot region + the in-flight window in every resident group.
+    Off: indexer and resident pages of the whole request.
+    """
+    pages = layout.pages(max_model_len)
+    if not config.enabled:
+        return 1 + layout.device_blocks_resident(max_model_len)
+    region = len(layout.hots) * layout.hot_blocks(hot_rows(config, layout))
+    window = min(pages, window_pages(layout, max_query_tokens))
+    return 1 + pages + region + window * layout.num_resident_groups
+
+
+def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_len: int, max_query_tokens: int) -> None:
+    """Raises ConfigError when one longest request can never fit, with the numbers."""
+    need = min_device_blocks(layout, config, max_model_len=max_model_len, max_query_tokens=max_query_tokens)
+    if config.device_blocks >= need:
+        return
+    pages = layout.pages(max_model_len)
+    what = f"{pages} indexer and resident pages of {layout.num_resident_groups} groups"
+    fix = "lower max_model_len, or enable HiSparse"
+    if config.enabled:
+        what = (f"{pages} indexer pages, a hot region of {len(layout.hots)} x "
+                f"{layout.hot_blocks(hot_rows(config, layout))} blocks, and the resident window of "
+                f"{layout.num_resident_groups} groups for steps of {max_query_tokens} tokens")
+        fix = "lower max_model_len, prefill_chunk_tokens or hot_rows"
+    raise ConfigError(
+        f"cache.device_blocks = {config.device_blocks} cannot hold one request of max_model_len = {max_model_len} tokens: "
+        f"it needs {need} blocks (the null block, {what}); raise device_blocks to {need}, or {fix}"
+    )
+
+
+class AdmissionArithmetic:
+    """Needs and fits, from the state of the cache; changes nothing."""
+
+    def __init__(self, core: CacheCore, config: CacheConfig) -> None:
+        self.core = core
+        self.config = config
+
+    @property
+    def region_blocks(self) -> int:
+        return self.core.hot.region_blocks if self.core.hot is not None else 0
+
+    def needs(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
+              chunk_tokens: int) -> list[Need]:
+        """Ways to admit, the preferred first: every page resident, then host-backed."""
+        core, layout = self.core, self.core.layout
+        tokens, hit = identity.num_tokens, prefix.host_pages
+        rows = max(tokens, min(tokens + 1, identity.max_rows))
+        target = layout.pages(max(rows, 1))
+        missing = target - hit
+        referenced = self._referenced_indexer(identity, prefix)
+        host_target = host_referenced = 0
+        if core.source is not None:
+            remaining = max(0, identity.max_tokens - (tokens - identity.num_prompt_tokens))
+            ahead = remaining if self.config.host_reservation == "full" else min(
+                remaining, self.config.host_reserve_tokens)
+            host_target = max(target, layout.pages(max(1, min(tokens + ahead, identity.max_rows))))
+            keys = identity.keys.keys[:hit]
+            blocks = core.source.published.prefix(keys)
+            host_referenced = len(blocks) - core.source.pool.num_unreferenced(blocks)
+        rest = max(1, tokens - max(hit * layout.block_size, import_tokens))
+        window = window_pages(layout, min(chunk_tokens, rest))
+
+        def need(resident_pages: int, hot: bool) -> Need:
+            pages = resident_pages * core.groups_per_page + (self.region_blocks if hot else 0)
+            return Need(device=target - referenced + pages, device_at_most=target + pages,
+                        host=host_target - host_referenced, host_at_most=host_target, hot=hot, target_pages=target,
+                        window_pages=window, host_target_pages=host_target)
+
+        full = need(missing, hot=hit > 0 and core.hot is not None)
+        if core.hot is None:
+            return [] if landing is Landing.HOST else [full]
+        backed = need(min(missing, window), hot=True)
+        if landing is Landing.RESIDENT:
+            return [full]
+        if landing is Landing.HOST or hit > 0:
+            return [backed]
+        return [full, backed]
+
+    def _referenced_indexer(self, identity: Identity, prefix: PrefixHit) -> int:
+        core = self.core
+        blocks = core.indexer.cached.prefix(identity.keys.keys[: prefix.indexer_gpu_pages])
+        return len(blocks) - core.pool.num_unreferenced(blocks)
+
+    def choose(self, needs: list[Need]) -> Need | None:
+        """The first way that fits now, or None."""
+        device, host = self.core.available_device(), self.core.available_host()
+        return next((need for need in needs if need.device <= device and need.host <= host), None)
+
+    def fit(self, needs: list[Need], *, blocked: str | None = None) -> Fit:
+        """`blocked`: why it cannot be now whatever the blocks (no seat, a load to drain), or None."""
+        core = self.core
+        device, host = core.available_device(), core.available_host()
+        total_device = core.pool.num_blocks - 1
+        total_host = core.source.pool.num_blocks - 1 if core.source is not None else 1 << 62
+        ever = any(n.device_at_most <= total_device and n.host_at_most <= total_host for n in needs)
+        now = self.choose(needs) is not None and blocked is None
+        best = needs[-1] if needs else None
+        if best is None:
+            return Fit(now=False, ever=False, reason="a HOST landing needs HiSparse to be enabled")
+        numbers = f"device: needs {best.device} of {device} available ({total_device} in all)"
+        if core.source is not None:
+            numbers += f"; host: needs {best.host} of {host} available ({total_host} in all)"
+        return Fit(now=now, ever=ever or now, reason=f"{blocked}; {numbers}" if blocked else numbers)

@@ -1,0 +1,280 @@
+"""The spill transaction: plan, enqueued, completed; and the ledger of every transfer id ever issued."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hisparse.cache.core import CacheCore
+from hisparse.cache.pages import Residency
+from hisparse.cache.publication import Publication
+from hisparse.cache.request import Incarnation
+from hisparse.cache.residency import PageEvent, PageState
+from hisparse.errors import InvariantError
+from hisparse.types import AckKind, SparseKVPageTransfer, TransferAck
+
+
+class TransferKind(enum.Enum):
+    SPILL = "spill"
+    PAGE_COPY = "page_copy"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer:
+    """One transfer the workers were, or will be, told of. It pins every block it touches until it has drained."""
+
+    id: int
+    kind: TransferKind
+    inc: Incarnation
+    page: int
+    host_blocks: tuple[int, ...]
+    device_blocks: tuple[int, ...]
+    num_workers: int
+    """Workers that must acknowledge."""
+    planned_s: float
+    copy_bytes: bool = True
+    sent: bool = False
+    source_pinned: bool = True
+    failed: bool = False
+    enqueued: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+
+
+class Spills:
+    """Plans the write-back of sealed pages and takes acknowledgements. Writer of `core.fences`."""
+
+    def __init__(self, core: CacheCore, residency: Residency, publication: Publication, *, num_writers: int,
+                 num_ranks: int, incarnation: int, deadline_s: float, clock: Callable[[], float]) -> None:
+        self.core = core
+        self.residency = residency
+        self.publication = publication
+        self.num_writers = num_writers
+        self.num_ranks = num_ranks
+        self.incarnation = incarnation
+        self.deadline_s = deadline_s
+        self._now_s = clock
+        self._next_id = 1
+        self.transfers: dict[int, Transfer] = {}
+        self._outbox: deque[tuple[Transfer, SparseKVPageTransfer]] = deque()
+        self._wanting: dict[Incarnation, None] = {}
+        """Live requests that may have sealed pages to plan, in order of arrival at this state."""
+        self.full_mask = (1 << core.block_size) - 1
+
+    # ------------------------------------------------------------------------------------------- plan
+    @property
+    def budget(self) -> int:
+        """Transfers per command over all requests."""
+        return max(1, self.core.max_model_len // self.core.block_size)
+
+    def sealed(self, inc: Incarnation, num_pages: int) -> None:
+        """Pages below `num_pages` have all their rows once the step being planned (or the last one) is done."""
+        if num_pages > inc.spill_target:
+            inc.spill_target = num_pages
+            self._wanting[inc] = None
+
+    def wants(self, inc: Incarnation) -> bool:
+        """Has sealed pages that no spill was planned for yet."""
+        return inc in self._wanting
+
+    def plan(self) -> None:
+        """Plans spills of sealed pages without a host copy, up to the budget."""
+        for inc in list(self._wanting):
+            while len(self._outbox) < self.budget:
+                if not self._plan_next(inc):
+                    del self._wanting[inc]
+                    break
+            else:
+                return
+
+    def _plan_next(self, inc: Incarnation) -> bool:
+        """Plans one page of `inc`. False: none is left."""
+        while inc.spill_again:
+            page = inc.spill_again.pop(0)
+            if page < inc.num_pages and inc.states[page] is PageState.GPU_ONLY:
+                self._plan_page(inc, page, copy_bytes=True)
+                return True
+        while inc.spill_cursor < min(inc.spill_target, inc.num_pages):
+            page = inc.spill_cursor
+            inc.spill_cursor += 1
+            if inc.states[page] is PageState.GPU_ONLY:
+                covered = inc.covered.pop(page, 0)
+                self._plan_page(inc, page, copy_bytes=covered != self.full_mask)
+                return True
+        return False
+
+    def _plan_page(self, inc: Incarnation, page: int, *, copy_bytes: bool) -> None:
+        core = self.core
+        blocks, host = inc.resident[page], inc.host[page]
+        if core.source is None or not host or not blocks:
+            raise InvariantError(f"page {page} of {inc.request_id!r} cannot be spilled: host block {host}, {blocks}")
+        core.move(inc, page, PageEvent.PLAN)
+        core.pool.touch(blocks)
+        core.source.pool.touch((host,))
+        transfer = self.issue(TransferKind.SPILL, inc, page, host_blocks=(host,), device_blocks=blocks,
+                              num_workers=self.num_writers, copy_bytes=copy_bytes)
+        inc.pending_spills += 1
+        core.counters.spills_planned += 1
+        core.counters.spills_without_bytes += not copy_bytes
+        after_forward = (page + 1) * core.block_size > inc.valid
+        self._outbox.append((transfer, SparseKVPageTransfer(
+            id=transfer.id, host_block=host, device_blocks=blocks, after_forward=after_forward, copy_bytes=copy_bytes)))
+
+    def issue(self, kind: TransferKind, inc: Incarnation, page: int, *, host_blocks: tuple[int, ...],
+              device_blocks: tuple[int, ...], num_workers: int, copy_bytes: bool = True) -> Transfer:
+        """A new id. The caller took one reference on every block listed."""
+        transfer = Transfer(id=self._next_id, kind=kind, inc=inc, page=page, host_blocks=host_blocks,
+                            device_blocks=device_blocks, num_workers=num_workers, planned_s=self._now_s(),
+                            copy_bytes=copy_bytes)
+        self._next_id += 1
+        self.transfers[transfer.id] = transfer
+        return transfer
+
+    def take_outbox(self) -> tuple[SparseKVPageTransfer, ...]:
+        """The spills of the command being built, oldest first, up to the budget."""
+        out: list[SparseKVPageTransfer] = []
+        while self._outbox and len(out) < self.budget:
+            transfer, message = self._outbox.popleft()
+            transfer.sent = True
+            out.append(message)
+        return tuple(out)
+
+    # ------------------------------------------------------------------------------------------- release
+    def release(self, inc: Incarnation, *, finished: bool) -> None:
+        """The request gives everything back: plans what a finished one still has to write, detaches its publication.
+
+        Called before the pages are released. Host blocks go back here (after the last dispatched step)."""
+        core = self.core
+        if finished and core.source is not None and core.prefix_cache and not inc.loading:
+            self.sealed(inc, min(inc.valid, inc.identity.num_tokens) // core.block_size)
+            while self._plan_next(inc):
+                pass
+        self._wanting.pop(inc, None)
+        if finished and inc.pending_spills and core.prefix_cache:
+            limit = min(inc.valid // core.block_size, len(inc.identity.keys.keys))
+            awaited, durable = {}, set()
+            for page in range(inc.published, limit):
+                if inc.states[page] is PageState.SPILLING:
+                    awaited[page] = self.residency.keep_readable(inc, page)
+                elif inc.states[page] in (PageState.CLEAN_PINNED, PageState.CLEAN_LOOSE, PageState.HOST_ONLY):
+                    durable.add(page)
+            self.publication.detach(inc, durable, awaited, limit)
+        else:
+            core.free_host_after_steps([block for block in reversed(inc.host) if block])
+
+    # ------------------------------------------------------------------------------------------- acknowledgements
+    def on_ack(self, ack: TransferAck) -> None:
+        """One worker's word. Repeated ones and those of an older incarnation are counted, otherwise ignored.
+
+        Raises:
+            InvariantError: an id that was never sent.
+        """
+        core = self.core
+        if ack.incarnation != self.incarnation:
+            core.counters.acks_old_incarnation += 1
+            return
+        transfer = self.transfers.get(ack.transfer_id)
+        if transfer is None:
+            if not 0 < ack.transfer_id < self._next_id:
+                raise InvariantError(f"rank {ack.rank} acknowledged transfer {ack.transfer_id}, which was never issued")
+            core.counters.acks_repeated += 1
+            return
+        if not transfer.sent:
+            raise InvariantError(f"rank {ack.rank} acknowledged transfer {ack.transfer_id}, which was not sent yet")
+        if (ack.kind is AckKind.ENQUEUED and ack.rank in transfer.enqueued) or ack.rank in transfer.done:
+            core.counters.acks_repeated += 1
+            return
+        transfer.enqueued.add(ack.rank)
+        if transfer.source_pinned and transfer.kind is TransferKind.SPILL and (
+                len(transfer.enqueued) == transfer.num_workers):
+            self._drop_source_pin(transfer)
+        if ack.kind is AckKind.ENQUEUED:
+            return
+        transfer.done.add(ack.rank)
+        if ack.kind is AckKind.FAILED or (
+                transfer.kind is TransferKind.SPILL and ack.row_mask & self.full_mask != self.full_mask):
+            transfer.failed = True
+        if len(transfer.done) == transfer.num_workers:
+            self._finish(transfer)
+
+    def _drop_source_pin(self, transfer: Transfer) -> None:
+        """Stream order protects the copy from the compute stream; everybody else must heed the fence."""
+        transfer.source_pinned = False
+        self.core.fences.update(dict.fromkeys(transfer.device_blocks, transfer.id))
+        self.core.free_device(transfer.device_blocks)
+
+    def _finish(self, transfer: Transfer) -> None:
+        """Every worker has drained."""
+        core, inc, page = self.core, transfer.inc, transfer.page
+        del self.transfers[transfer.id]
+        if transfer.source_pinned:
+            core.free_device(transfer.device_blocks)
+        for block in transfer.device_blocks:
+            if core.fences.get(block) == transfer.id:
+                del core.fences[block]
+        if transfer.kind is TransferKind.SPILL:
+            inc.pending_spills -= 1
+            core.counters.spills_completed += not transfer.failed
+            core.counters.spills_failed += transfer.failed
+            if inc.released:
+                self.publication.spill_done(inc, page, durable=not transfer.failed)
+            elif transfer.failed:
+                core.move(inc, page, PageEvent.SPILL_FAILED)
+                inc.spill_again.append(page)
+                self._wanting[inc] = None
+            else:
+                self.residency.clean(inc, page, PageEvent.SPILL_COMPLETED)
+                self.publication.advance(inc)
+        if core.source is not None:
+            core.source.pool.free(transfer.host_blocks)
+
+    def overdue(self) -> tuple[tuple[int, int], ...]:
+        """(rank, transfer id) of sent transfers not done within the deadline.
+
+        With fewer writers than ranks, the lowest ranks that have not finished are named."""
+        late_s = self._now_s() - self.deadline_s
+        out: list[tuple[int, int]] = []
+        for transfer in self.transfers.values():
+            if transfer.sent and transfer.planned_s < late_s:
+                missing = [rank for rank in range(self.num_ranks) if rank not in transfer.done]
+                out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - len(transfer.done)]]
+        return tuple(out)
+
+    # ------------------------------------------------------------------------------------------- the workers are gone
+    def crash(self, incarnation: int) -> None:
+        """Drops every transfer with its pins (the processes are gone) and detached publication; host pages only."""
+        core = self.core
+        self.incarnation = incarnation
+        for inc in list(self.publication.detached):
+            self.publication.drop(inc)
+        for transfer in self.transfers.values():
+            transfer.inc.pending_spills = 0
+            if core.source is not None:
+                core.source.pool.free(transfer.host_blocks)
+        self.transfers.clear()
+        self._outbox.clear()
+        self._wanting.clear()
+        core.fences.clear()
+
+    def has_pending(self) -> bool:
+        return bool(self.transfers or self._wanting)
+
+    def check(self) -> None:
+        core = self.core
+        pending: dict[Incarnation, int] = {}
+        for transfer in self.transfers.values():
+            if transfer.source_pinned and any(core.pool.refs(block) < 1 for block in transfer.device_blocks):
+                raise InvariantError(f"transfer {transfer.id} does not pin its device blocks {transfer.device_blocks}")
+            if core.source is not None and any(core.source.pool.refs(block) < 1 for block in transfer.host_blocks):
+                raise InvariantError(f"transfer {transfer.id} does not pin its host blocks {transfer.host_blocks}")
+            if transfer.kind is TransferKind.SPILL:
+                pending[transfer.inc] = pending.get(transfer.inc, 0) + 1
+        for block, transfer_id in core.fences.items():
+            if transfer_id not in self.transfers:
+                raise InvariantError(f"device block {block} is fenced by transfer {transfer_id}, which is over")
+        for inc in core.live.values():
+            if inc.pending_spills != pending.get(inc, 0) or inc.num_spilling != inc.pending_spills:
+                raise InvariantError(f"request {inc.request_id!r} counts {inc.pending_spills} spills, ledger has "
+                                     f"{pending.get(inc, 0)}, pages {inc.num_spilling}")
+        self.publication.check()
