@@ -9,7 +9,6 @@ import logging
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
 from hisparse.actors.executor import RayExecutor
 from hisparse.actors.handles import Actor, gather, start_actor
-from hisparse.actors.keeper import KeeperActor, Segment
+from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
 from hisparse.config import HiSparseConfig, model_path
@@ -170,8 +169,8 @@ class EngineActors:
             for actor in alive:
                 actor.kill()
         if self.segment is not None:
-            with suppress(OSError):  # the keeper died: its file goes with its engine
-                Path(self.segment.path).unlink()
+            remove(self.segment)
+            self.segment = None
         if self.placement is not None:
             self.placement.release()
             self.placement = None

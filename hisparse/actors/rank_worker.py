@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hisparse.actors.keeper import Segment, hold
+from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks
 from hisparse.connector.base import WorkerConnector
 from hisparse.engine.parallel import join_group, leave_group
@@ -55,7 +54,6 @@ class RankWorkerActor:
         self._config = config
         self._engine: RankEngine | None = None
         self._group: dist.ProcessGroup | None = None
-        self._descriptor = -1
 
     def pid(self) -> int:
         return os.getpid()
@@ -97,7 +95,6 @@ class RankWorkerActor:
         if setup.segment.num_blocks != num_blocks:
             raise ConfigError(f"the shared host pool has {setup.segment.num_blocks} blocks, this rank expects "
                               f"{num_blocks}; all actors of an engine must have the same configuration")
-        self._descriptor = hold(setup.segment.path)
         return HostPool.attach(layout, num_blocks, setup.segment.path)
 
     def execute(self, command: StepCommand) -> StepResult:
@@ -113,7 +110,3 @@ class RankWorkerActor:
             engine.shutdown()
         leave_group(self._group)
         self._group = None
-        if self._descriptor >= 0:
-            with suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = -1
