@@ -1,0 +1,28 @@
+"""One local Ray cluster for every integration test of a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/integration" in str(item.path):
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Two CPUs, as small as the machines the defaults are for. Workers import the tests' fakes from the repository."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, namespace="hisparse", log_to_driver=False)
+    yield
+    ray.shutdown()
