@@ -232,13 +232,13 @@ class HostPool:
         """Drops this process's mapping (when the last view of it is gone) and lock. Idempotent."""
         if self._memory is None:
             return
-        memory, self._memory = self._memory, None
+        # torch does not export the buffer it borrows, so an explicit unmap would pull it from under live views;
+        # the mapping ends with its last reference
+        self._memory = None
         self._layers = ()
         nothing = np.zeros(0, dtype=_PAGE_HEADER)
         self.keys, self.row_masks = nothing["key"], nothing["row_mask"]
         self.generations, self.incarnations = nothing["generation"], nothing["incarnation"]
-        with contextlib.suppress(BufferError):  # somebody still holds a view: the mapping goes with it
-            memory.close()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
