@@ -1,0 +1,387 @@
+"""Imports over the loopback transport: bytes, order, faults, and what is visible after each."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from hisparse.errors import InvariantError
+from hisparse.pd.commands import ImportFailure
+from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork
+from hisparse.types import Landing, RequestPages
+from tests.pd.rig import (
+    GROUPS,
+    LAYOUT,
+    FakeClock,
+    Side,
+    event_log,
+    expected_page,
+    make_plan,
+    pick_pages,
+    run_to_end,
+)
+
+PAGES = 7
+SOURCES = {
+    "resident": [True] * PAGES,
+    "host": [False] * PAGES,
+    "mixed": [True, False, True, True, False, False, True],
+}
+
+
+def pair(**decode: object) -> tuple[Side, Side]:
+    network = LoopbackNetwork()
+    return Side("p", network, seed=1), Side("d", network, seed=2, **decode)  # type: ignore[arg-type]
+
+
+def tables(kind: str, mirrors: set[int] = frozenset({PAGES - 1})) -> tuple[RequestPages, RequestPages]:  # type: ignore[assignment]
+    held = SOURCES[kind]
+    source = pick_pages(11, PAGES, PAGES * 4, resident=held, host=[not h for h in held])
+    target = pick_pages(22, PAGES, PAGES * 4, resident=[i in mirrors for i in range(PAGES)], host=[True] * PAGES)
+    assert not set(source.indexer_blocks) & set(target.indexer_blocks) or source.indexer_blocks != target.indexer_blocks
+    return source, target
+
+
+def assert_host_landing(prefill: Side, decode: Side, source: RequestPages, target: RequestPages, tail_rows: int) -> None:
+    far, near = prefill.ranks[0], decode.ranks[0]
+    for i in range(PAGES):
+        assert (near.indexer_row(target.indexer_blocks[i]) == far.indexer_row(source.indexer_blocks[i])).all()
+        for layer in range(5):
+            want = expected_page(far, source, i, layer)
+            assert (near.host_row(layer, target.host_blocks[i]) == want).all(), (i, layer)
+            blocks = [group[i] for group in target.resident_blocks]
+            if all(blocks):
+                assert (near.resident_row(layer, blocks) == want).all(), (i, layer)
+        full = i < PAGES - 1
+        assert near.pool.row_masks[target.host_blocks[i]] == ((1 << 4) - 1 if full else (1 << tail_rows) - 1)
+
+
+def assert_only_written(before: tuple[np.ndarray, np.ndarray], decode: Side, target: RequestPages, *, host: bool) -> None:
+    """Bytes outside the destination pages, padding of their blocks included, are as before."""
+    device, pool = decode.ranks[0].snapshot()
+    for block in target.indexer_blocks:
+        device[block, : LAYOUT.indexer_page_bytes] = before[0][block, : LAYOUT.indexer_page_bytes]
+    for g, blocks in enumerate(target.resident_blocks):
+        for block in filter(None, blocks):
+            size = LAYOUT.resident_page_bytes(g)
+            device[block, :size] = before[0][block, :size]
+    if host:
+        pool[:, list(target.host_blocks)] = before[1][:, list(target.host_blocks)]
+    assert (device == before[0]).all()
+    assert (pool == before[1]).all()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_host_landing_moves_every_layer_of_every_page(kind: str, direct: bool) -> None:
+    prefill, decode = pair(direct=direct)
+    source, target = tables(kind, mirrors={2, PAGES - 1})
+    before = decode.ranks[0].snapshot()
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.HOST, tail_rows=3))
+    (ack,) = run_to_end(decode.importers[0])
+    assert ack.failure is None and ack.reason == ""
+    assert_host_landing(prefill, decode, source, target, tail_rows=3)
+    assert_only_written(before, decode, target, host=True)
+    masks = decode.ranks[0].pool.row_masks.copy()
+    masks[list(target.host_blocks)] = 0
+    assert not masks.any()
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_resident_landing_reads_straight_into_resident_pages(kind: str) -> None:
+    prefill, decode = pair()
+    source, _ = tables(kind)
+    target = pick_pages(33, PAGES, PAGES * 4, resident=[True] * PAGES, host=[True] * PAGES)
+    before = decode.ranks[0].snapshot()
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.RESIDENT))
+    (ack,) = run_to_end(decode.importers[0])
+    assert ack.failure is None
+    far, near = prefill.ranks[0], decode.ranks[0]
+    for i in range(PAGES):
+        assert (near.indexer_row(target.indexer_blocks[i]) == far.indexer_row(source.indexer_blocks[i])).all()
+        for layer in range(5):
+            blocks = [group[i] for group in target.resident_blocks]
+            assert (near.resident_row(layer, blocks) == expected_page(far, source, i, layer)).all()
+    assert_only_written(before, decode, target, host=False)
+    assert not near.pool.row_masks.any(), "a resident landing makes no host page durable"
+
+
+def test_other_ranks_read_indexer_and_mirrored_pages_only() -> None:
+    network = LoopbackNetwork()
+    prefill, decode = Side("p", network, seed=1, num_ranks=4), Side("d", network, seed=2, num_ranks=2)
+    prefill.replicate()
+    source, target = tables("mixed", mirrors={1, PAGES - 1})
+    plan = make_plan(prefill, source, target, Landing.HOST, num_ranks=2)
+    assert [endpoint.rank for endpoint in plan.sources] == [0, 2]
+    before = decode.ranks[1].snapshot()
+    for importer in decode.importers:
+        importer.submit(plan)
+        assert run_to_end(importer)[0].failure is None
+    other = decode.ranks[1]
+    assert (other.snapshot()[1] == before[1]).all(), "only the pool's writer writes host pages"
+    assert not other.pool.row_masks.any()
+    for i in range(PAGES):
+        assert (other.indexer_row(target.indexer_blocks[i]) == prefill.ranks[0].indexer_row(source.indexer_blocks[i])).all()
+        blocks = [group[i] for group in target.resident_blocks]
+        if all(blocks):
+            for layer in range(5):
+                assert (other.resident_row(layer, blocks) == expected_page(prefill.ranks[0], source, i, layer)).all()
+    assert {peer for peer, _ in decode.transports[1].posted} == {prefill.endpoints[2].agent}
+
+
+def test_contiguous_runs_are_merged_and_scattered_pages_are_not() -> None:
+    prefill, decode = pair(slot_pages=8)
+    run = RequestPages(first_page=0, num_tokens=16, indexer_blocks=(5, 6, 7, 8), resident_blocks=((0,) * 4,) * GROUPS,
+                       host_blocks=(10, 11, 12, 13))
+    target = RequestPages(first_page=0, num_tokens=16, indexer_blocks=(20, 21, 22, 23),
+                          resident_blocks=((0,) * 4,) * GROUPS, host_blocks=(3, 4, 5, 6))
+    decode.importers[0].submit(make_plan(prefill, run, target, Landing.HOST))
+    assert run_to_end(decode.importers[0])[0].failure is None
+    posted = [len(descriptors) for _, descriptors in decode.transports[0].posted]
+    assert sorted(posted) == [2, 4, 5], "two generation slices; 4 padded indexer pages; one run per layer"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_completions_gives_the_same_bytes(seed: int) -> None:
+    prefill, decode = pair(faults=LoopbackFaults(reorder=random.Random(seed)), slots=3, slot_pages=1)
+    source, target = tables("mixed", mirrors={0, 4, PAGES - 1})
+    generations_first: list[bool] = []
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.HOST, tail_rows=1))
+    assert run_to_end(decode.importers[0])[0].failure is None
+    assert_host_landing(prefill, decode, source, target, tail_rows=1)
+    arrays = {array.address for array in prefill.endpoints[0].generations}
+    for _, descriptors in decode.transports[0].posted:
+        generations_first.append(any(a <= far < a + 4096 and size < 4096 for far, _, size in descriptors.tolist() for a in arrays))
+    assert generations_first[-1] and not any(generations_first[:-1]), "the generation READ comes after every data READ"
+
+
+@pytest.mark.parametrize("landing", list(Landing))
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("victim", ["indexer", "rows", "last_rows"])
+def test_b27_page_reused_while_it_is_read_fails_the_import(kind: str, victim: str, landing: Landing) -> None:
+    prefill, decode = pair()
+    source, target = tables(kind)
+    if landing is Landing.RESIDENT:
+        target = pick_pages(33, PAGES, PAGES * 4, resident=[True] * PAGES, host=[True] * PAGES)
+    far = prefill.ranks[0]
+    plan = make_plan(prefill, source, target, landing)
+    page = PAGES - 1 if victim == "last_rows" else 1
+
+    def reuse() -> None:
+        if victim == "indexer":
+            far.cache.generations[source.indexer_blocks[page]] += np.uint64(1)
+        elif all(group[page] for group in source.resident_blocks):
+            far.cache.generations[source.resident_blocks[1][page]] += np.uint64(1)
+        else:
+            far.pool.generations[source.host_blocks[page]] += np.uint64(1)
+        decode.faults.tear = None
+
+    decode.faults.tear = reuse  # the bump happens in the middle of the first READ
+    decode.importers[0].submit(plan)
+    (ack,) = run_to_end(decode.importers[0])
+    assert ack.failure is ImportFailure.GENERATION
+    assert "reused" in ack.reason
+    assert not decode.ranks[0].pool.row_masks.any(), "no page of a failed import becomes durable"
+
+
+def test_generation_read_that_moves_nothing_is_not_trusted() -> None:
+    prefill, decode = pair()
+    source, target = tables("resident")
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.HOST))
+    assert run_to_end(decode.importers[0])[0].failure is None
+    last = len(decode.transports[0].posted) - 1
+    count = last + 1
+    decode.faults.silent = lambda number: number == count + last  # the same READ of the second import
+    decode.ranks[0].pool.row_masks[:] = 0
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
+    (ack,) = run_to_end(decode.importers[0])
+    assert ack.failure is ImportFailure.GENERATION
+    assert not decode.ranks[0].pool.row_masks.any()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 5])
+def test_failed_read_fails_the_import_after_the_others_drained(number: int) -> None:
+    prefill, decode = pair(faults=LoopbackFaults(delay_polls=3, fail=lambda n: n == number), slots=6)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST))
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.TRANSFER
+    assert importer.staging.num_free == 6
+    assert not decode.ranks[0].pool.row_masks.any()
+    decode.faults.fail = lambda n: False
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
+    assert run_to_end(importer)[0].failure is None, "the peer is usable again"
+
+
+def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoint_is_closed() -> None:
+    clock = FakeClock()
+    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 1), clock=clock, drain_s=2.0)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, deadline_s=10.0))
+    for _ in range(50):
+        importer.pump()
+    clock.advance(10.5)
+    for _ in range(50):
+        importer.pump()
+    assert importer.take_acks() == [], "past the deadline, but the READ may still write: no word yet"
+    assert importer.staging.num_free == 3, "its slot is quarantined"
+    clock.advance(2.0)
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.TIMEOUT
+    assert decode.transports[0].aborted == 1 and importer.staging.num_free == 4
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
+    assert run_to_end(importer)[0].failure is None, "the next import connects again"
+    assert importer.peers.handshakes == 2
+
+
+def test_hung_read_that_ends_late_needs_no_closing() -> None:
+    clock, stuck = FakeClock(), [True]
+    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: stuck[0]), clock=clock)
+    source, target = tables("resident")
+    decode.importers[0].submit(make_plan(prefill, source, target, Landing.HOST, deadline_s=5.0))
+    decode.importers[0].pump()
+    clock.advance(5.1)
+    decode.importers[0].pump()
+    stuck[0] = False
+    (ack,) = run_to_end(decode.importers[0])
+    assert ack.failure is ImportFailure.TIMEOUT and decode.transports[0].aborted == 0
+
+
+def test_one_hung_peer_leaves_staging_for_the_others() -> None:
+    network, clock = LoopbackNetwork(), FakeClock()
+    hung, healthy = Side("hung", network, seed=1), Side("healthy", network, seed=3)
+    decode = Side("d", network, seed=2, clock=clock, slots=4, slot_pages=1)
+    source, target = tables("resident")
+    other = pick_pages(44, PAGES, PAGES * 4, resident=[False] * PAGES, host=[True] * PAGES)
+    decode.faults.hang = lambda n: decode.transports[0].posted[n][0] == hung.endpoints[0].agent
+    importer = decode.importers[0]
+    importer.submit(make_plan(hung, source, target, Landing.HOST))
+    for _ in range(20):
+        importer.pump()
+    assert importer.staging.num_free == 2, "an idle pool grants the quota at once, and no more"
+    importer.submit(make_plan(healthy, source, other, Landing.HOST, job_id=2))
+    for _ in range(200):
+        importer.pump()
+    (ack,) = importer.take_acks()
+    assert (ack.job_id, ack.failure) == (2, None)
+
+
+def test_dead_peer_fails_the_import_and_the_next_one_is_refused() -> None:
+    prefill, decode = pair(faults=LoopbackFaults(delay_polls=5))
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST))
+    importer.pump()
+    decode.network.kill(prefill.endpoints[0].agent)
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.TRANSFER
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.REFUSED
+
+
+def test_endpoint_that_cannot_be_closed_keeps_the_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    prefill, decode = pair(faults=LoopbackFaults(delay_polls=5), clock=clock)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST))
+    importer.pump()
+    close = importer.peers.disconnect
+    monkeypatch.setattr(importer.peers, "disconnect", lambda agent: False)
+    decode.network.kill(prefill.endpoints[0].agent)
+    for _ in range(20):
+        importer.pump()
+        clock.advance(1.0)
+    assert importer.take_acks() == [] and importer.busy()
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
+    importer.pump()
+    assert [ack.failure for ack in importer.take_acks()] == [ImportFailure.REFUSED]
+    monkeypatch.setattr(importer.peers, "disconnect", close)
+    clock.advance(2.0)
+    assert run_to_end(importer)[0].failure is ImportFailure.TRANSFER
+
+
+def test_b31_restarted_peer_replaces_the_old_agent_for_good() -> None:
+    network = LoopbackNetwork()
+    old, decode = Side("p", network, seed=1, incarnation=1), Side("d", network, seed=2)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    decode.faults.delay_polls = 1000
+    stale = make_plan(old, source, target, Landing.HOST)
+    importer.submit(stale)
+    importer.pump()
+    new = Side("p", network, seed=5, incarnation=2)
+    other = pick_pages(44, PAGES, PAGES * 4, resident=[False] * PAGES, host=[True] * PAGES)
+    decode.faults.delay_polls = 0
+    importer.submit(make_plan(new, source, other, Landing.HOST, job_id=2))
+    acks = {ack.job_id: ack.failure for ack in run_to_end(importer)}
+    assert acks == {1: ImportFailure.RESTARTED, 2: None}
+    importer.submit(make_plan(old, source, target, Landing.HOST, job_id=3))
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.REFUSED and "newer incarnation" in ack.reason
+
+
+def test_cancel_posts_nothing_more_and_drains() -> None:
+    prefill, decode = pair(faults=LoopbackFaults(delay_polls=4), slots=2, slot_pages=1)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST))
+    importer.pump()
+    posted = len(decode.transports[0].posted)
+    importer.cancel(1)
+    importer.cancel(77)
+    importer.pump()
+    assert importer.take_acks() == [], "READs in flight are not over"
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.CANCELLED
+    assert len(decode.transports[0].posted) == posted
+
+
+def test_slot_is_free_only_after_the_event_of_its_copies() -> None:
+    log, engine = event_log()
+    prefill, decode = pair(slots=2, slot_pages=2, copy_engine=engine)
+    source, target = tables("resident", mirrors={0, PAGES - 1})
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, tail_rows=4))
+    acks, seen = [], 0
+    for _ in range(100):
+        for _ in range(5):
+            importer.pump()
+            importer.check()
+        acks = importer.take_acks()
+        if acks:
+            break
+        assert importer.staging.num_free == 1, "the quota's slot is taken until its copy was seen"
+        assert len(log) == seen + 1
+        log[seen].complete()
+        seen += 1
+    assert seen == 4 and acks[0].failure is None
+    assert_host_landing(prefill, decode, source, target, tail_rows=4)
+
+
+def test_destination_outside_the_pools_is_our_bug_and_writes_nothing() -> None:
+    prefill, decode = pair()
+    source, target = tables("resident")
+    before = decode.ranks[0].snapshot()
+    bad = [
+        {"indexer_blocks": (0, *target.indexer_blocks[1:])},
+        {"host_blocks": (32, *target.host_blocks[1:])},
+        {"host_blocks": (0, *target.host_blocks[1:])},
+        {"resident_blocks": ((64, *target.resident_blocks[0][1:]), target.resident_blocks[1])},
+        {"resident_blocks": ((9, *target.resident_blocks[0][1:]), target.resident_blocks[1])},
+    ]
+    for change in bad:
+        fields = {name: getattr(target, name) for name in
+                  ("first_page", "num_tokens", "indexer_blocks", "resident_blocks", "host_blocks")}
+        with pytest.raises(InvariantError):
+            decode.importers[0].submit(
+                make_plan(prefill, source, RequestPages(**{**fields, **change}), Landing.HOST))  # type: ignore[arg-type]
+    with pytest.raises(InvariantError, match="resident"):
+        decode.importers[0].submit(make_plan(prefill, source, target, Landing.RESIDENT))
+    assert not decode.importers[0].busy()
+    assert (decode.ranks[0].snapshot()[0] == before[0]).all()
