@@ -101,6 +101,8 @@ class KVCacheManager:
         self._free_seats = list(range(max_seats))
         self._order = 0
         self._steps: dict[int, list[tuple[Incarnation, int]]] = {}
+        self.last_command: SparseKVOffloadCommand | None = None
+        """What the last `plan_step` returned, for the connector to carry."""
 
     # ------------------------------------------------------------------------------------------- identity
     def open(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys | None = None,
@@ -265,6 +267,7 @@ class KVCacheManager:
             core.pool.take_handed_out()
         self._steps[step] = [(core.live[request_id], first + num_tokens) for request_id, first, num_tokens in scheduled]
         core.clock.dispatch(step)
+        self.last_command = command
         return command
 
     def take_table_updates(self) -> tuple[BlockTableUpdate, ...]:

@@ -222,8 +222,7 @@ class EngineCore:
     def _run_step(self, chunks: list[ScheduledChunk]) -> None:
         self._step += 1
         step = self._step
-        planner = self._hisparse or self.cache
-        planner.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
+        self.cache.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
         command = StepCommand(
             step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step) or {},
             table_updates=() if self._hisparse is not None else self.cache.take_table_updates(),
