@@ -62,7 +62,8 @@ def test_rows_split_over_device_and_host(gather_rows):
     device = pool.clone()
     device[list(set(used.tolist()) - set(device_ids.flatten().tolist()))] = float("nan")
     out, gathered = reference.sparse_mla(
-        q, device, device_ids, 0.3, LATENT, host_rows=host, host_ids=host_ids, gather_rows=gather_rows)
+        q, device, device_ids, 0.3, LATENT, host_rows=host, host_ids=host_ids, gather_rows=gather_rows
+    )
     torch.testing.assert_close(out.double(), dense(q, pool, ids, 0.3), atol=2e-6, rtol=1e-5)
     step = max(1, gather_rows // 11)
     want = [len(set(host_ids[i : i + step][host_ids[i : i + step] >= 0].tolist())) for i in range(0, 8, step)]

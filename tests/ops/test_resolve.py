@@ -64,10 +64,21 @@ class Setup:
 
     def resolve(self, topk, seats, seq_len, **kw):
         return reference.resolve(
-            torch.as_tensor(topk, dtype=torch.int32), torch.as_tensor(seats, dtype=torch.int32), torch.as_tensor(seq_len),
-            resident_table=self.resident, source_table=self.source, hot_table=self.hot_table, hot_rows=self.hot_rows,
-            state=self.state, block_size=self.block, rows_per_block=self.rows_per_block, row_offset=self.row_offset,
-            rows=self.rows, host_rows=self.host_rows, **kw)
+            torch.as_tensor(topk, dtype=torch.int32),
+            torch.as_tensor(seats, dtype=torch.int32),
+            torch.as_tensor(seq_len),
+            resident_table=self.resident,
+            source_table=self.source,
+            hot_table=self.hot_table,
+            hot_rows=self.hot_rows,
+            state=self.state,
+            block_size=self.block,
+            rows_per_block=self.rows_per_block,
+            row_offset=self.row_offset,
+            rows=self.rows,
+            host_rows=self.host_rows,
+            **kw,
+        )
 
     def step(self, topk, seats, seq_len) -> None:
         """Resolves and compares everything with the model: row ids, counts, state, bytes."""
@@ -235,10 +246,20 @@ def test_non_contiguous_inputs_and_every_integer_type():
         strided.resident = strided.resident.t().contiguous().t()
         strided.source = strided.source.repeat(1, 2)[:, :12]
         got = reference.resolve(
-            wide[::2, ::2], torch.tensor([0, 9, 1, 9], dtype=dtype)[::2], torch.tensor([48, 48]),
-            resident_table=strided.resident, source_table=strided.source, hot_table=strided.hot_table,
-            hot_rows=strided.hot_rows, state=strided.state, block_size=4, rows_per_block=12, row_offset=8,
-            rows=strided.rows, host_rows=strided.host_rows)
+            wide[::2, ::2],
+            torch.tensor([0, 9, 1, 9], dtype=dtype)[::2],
+            torch.tensor([48, 48]),
+            resident_table=strided.resident,
+            source_table=strided.source,
+            hot_table=strided.hot_table,
+            hot_rows=strided.hot_rows,
+            state=strided.state,
+            block_size=4,
+            rows_per_block=12,
+            row_offset=8,
+            rows=strided.rows,
+            host_rows=strided.host_rows,
+        )
         assert torch.equal(got.row_ids, want)
 
 
@@ -279,13 +300,27 @@ def test_b14_row_ids_and_byte_offsets_are_64_bit():
     for block, offset, row_bytes, want in ((51_150, 3, 656, 2_147_483_568), (51_150, 4, 656, 2_147_484_224)):
         table[0, 0] = block
         got = reference.resolve_pages(
-            torch.tensor([[offset]], dtype=torch.int32), torch.tensor([0]), torch.tensor([64]), resident_table=table,
-            source_table=None, block_size=64, rows_per_block=64, row_offset=0).row_ids
+            torch.tensor([[offset]], dtype=torch.int32),
+            torch.tensor([0]),
+            torch.tensor([64]),
+            resident_table=table,
+            source_table=None,
+            block_size=64,
+            rows_per_block=64,
+            row_offset=0,
+        ).row_ids
         assert got.dtype == torch.int64 and int(got[0, 0]) * row_bytes == want
     table[0, 0] = 2**31 - 1
     got = reference.resolve_pages(
-        torch.tensor([[63]]), torch.tensor([0]), torch.tensor([64]), resident_table=table, source_table=None, block_size=64,
-        rows_per_block=1280, row_offset=1216).row_ids
+        torch.tensor([[63]]),
+        torch.tensor([0]),
+        torch.tensor([64]),
+        resident_table=table,
+        source_table=None,
+        block_size=64,
+        rows_per_block=1280,
+        row_offset=1216,
+    ).row_ids
     assert int(got[0, 0]) == (2**31 - 1) * 1280 + 1216 + 63
 
 

@@ -38,8 +38,14 @@ def child(code, *args, **kwargs):
     """A process that has imported what the snippets need; prints a line when it is ready."""
     text = "import os, sys, time\nfrom tests.worker.rig import make_layout\nfrom hisparse.worker import HostPool, host_memory\n"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", text + textwrap.dedent(code), *map(str, args)], stdout=subprocess.PIPE,
-                            stdin=subprocess.PIPE, text=True, env=env, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, "-c", text + textwrap.dedent(code), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env=env,
+        **kwargs,
+    )
 
 
 def check_shape(pool):
@@ -78,7 +84,8 @@ def test_a_full_mask_of_64_rows_fits():
 def test_two_processes_see_the_same_rows_and_headers(tmp_path, pools):
     path = tmp_path / "hisparse-two.pool"
     pools.append(HostPool.shared(LAYOUT, 6, path, poison=True))
-    peer = child("""
+    peer = child(
+        """
         pool = HostPool.attach(make_layout(), 6, sys.argv[1])
         assert pool.is_shared and bool(pool.rows(6)[5].isnan().all())
         print("ready", flush=True); sys.stdin.readline()
@@ -86,7 +93,9 @@ def test_two_processes_see_the_same_rows_and_headers(tmp_path, pools):
         assert int(pool.row_masks[2]) == 2 and int(pool.generations[2]) == 41 and pool.keys[2].tolist() == [3] * 32
         pool.rows(4)[13] = 4.5
         pool.close(); print("done", flush=True)
-    """, path)
+    """,
+        path,
+    )
     assert peer.stdout.readline() == "ready\n"
     for layer in range(7):
         pools[0].rows(layer)[9] = 1000.0 * layer + 9
@@ -145,8 +154,10 @@ def test_b36_private_pools_of_all_ranks_must_fit_together():
 
 def test_progress_is_reported_in_chunks(tmp_path, monkeypatch, pools):
     monkeypatch.setattr("hisparse.worker.host_pool.POPULATE_CHUNK_BYTES", 8192)
-    for make in (lambda p: HostPool.private(LAYOUT, 20, progress=p),
-                 lambda p: HostPool.shared(LAYOUT, 20, tmp_path / "hisparse-p.pool", progress=p)):
+    for make in (
+        lambda p: HostPool.private(LAYOUT, 20, progress=p),
+        lambda p: HostPool.shared(LAYOUT, 20, tmp_path / "hisparse-p.pool", progress=p),
+    ):
         seen = []
         pools.append(make(lambda done, total, seen=seen: seen.append((done, total))))
         assert len(seen) == -(-seen[0][1] // 8192) and [d for d, _ in seen] == sorted({d for d, _ in seen})
@@ -168,6 +179,7 @@ def test_b37_room_is_checked_before_the_file_exists(tmp_path):
 
 def test_b37_running_out_of_room_half_way_leaves_no_file(tmp_path, monkeypatch):
     """The check passed, but somebody else took the room: an error with the numbers, never a signal at the first touch."""
+
     def full(fd, offset, length):
         raise OSError(28, "No space left on device")
 
@@ -273,7 +285,9 @@ def test_b38_a_forked_child_shares_the_private_pool():
 
 
 def test_b38_memlock_names_limit_need_and_devices():
-    with pytest.raises(ConfigError, match=r"for 4 devices needs 4294967296 bytes .*\(1073741824 each\).*RLIMIT_MEMLOCK is 65536"):
+    with pytest.raises(
+        ConfigError, match=r"for 4 devices needs 4294967296 bytes .*\(1073741824 each\).*RLIMIT_MEMLOCK is 65536"
+    ):
         host_memory.check_memlock(1 << 30, 4, 64 << 10)
     host_memory.check_memlock(1 << 30, 4, resource.RLIM_INFINITY)
     host_memory.check_memlock(1 << 30, 4, 4 << 30)

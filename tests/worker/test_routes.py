@@ -42,21 +42,34 @@ def filled(rig, *, tokens=10, mirrored=True, spill=None):
     spills = ()
     if spill is not None:
         spills = tuple(
-            SparseKVPageTransfer(id=100 + page, host_block=host[page], copy_bytes=spill,
-                                 device_blocks=tuple(tables[1, g][page] for g in range(rig.layout.num_resident_groups)))
+            SparseKVPageTransfer(
+                id=100 + page,
+                host_block=host[page],
+                copy_bytes=spill,
+                device_blocks=tuple(tables[1, g][page] for g in range(rig.layout.num_resident_groups)),
+            )
             for page in range(tokens // BLOCK)
         )
-    output = rig.step(lambda: rig.append(batch, value), resident=tables, source={1: host},
-                      mirrors={1: host} if mirrored else {}, new_host=host,
-                      new_device=tuple(b for ids in tables.values() for b in ids), spills=spills)
+    output = rig.step(
+        lambda: rig.append(batch, value),
+        resident=tables,
+        source={1: host},
+        mirrors={1: host} if mirrored else {},
+        new_host=host,
+        new_device=tuple(b for ids in tables.values() for b in ids),
+        spills=spills,
+    )
     return tables, host, output
 
 
 def go_hot(rig, seat=1, first=40):
     """Drops every resident page of a seat and gives it a hot region of 8 rows in each group."""
     groups = range(rig.layout.num_resident_groups)
-    rig.step(resident={(seat, g): () for g in groups}, hot={(seat, g): (first + 2 * g, first + 2 * g + 1) for g in groups},
-             hot_rows={(seat, g): 8 for g in groups})
+    rig.step(
+        resident={(seat, g): () for g in groups},
+        hot={(seat, g): (first + 2 * g, first + 2 * g + 1) for g in groups},
+        hot_rows={(seat, g): 8 for g in groups},
+    )
 
 
 def test_b01_three_packed_layers_by_every_route():
@@ -110,10 +123,12 @@ def test_restored_page_is_read_resident(rig):
     filled(rig, tokens=10)
     tables = resident_tables(rig, 2, 20, 3)
     output = rig.step(
-        resident=tables, source={2: (1, 2, 3)},
+        resident=tables,
+        source={2: (1, 2, 3)},
         restores=tuple(
-            PageRestore(id=300 + page, host_block=1 + page, num_rows=rows,
-                        device_blocks=tuple(tables[2, g][page] for g in range(2)))
+            PageRestore(
+                id=300 + page, host_block=1 + page, num_rows=rows, device_blocks=tuple(tables[2, g][page] for g in range(2))
+            )
             for page, rows in enumerate((4, 4, 2))
         ),
     )
@@ -131,8 +146,13 @@ def test_copy_on_write_page(rig):
     tables, _, _ = filled(rig, tokens=10)
     pairs = tuple((tables[1, g][2], 30 + g) for g in range(2))
     child = {(2, g): (*tables[1, g][:2], 30 + g) for g in range(2)}
-    output = rig.step(resident=child, source={2: (1, 2, 9)}, new_device=(30, 31), new_host=(9,),
-                      page_copies=(PageCopy(id=7, device_pairs=pairs, host_pair=(3, 9), num_rows=1),))
+    output = rig.step(
+        resident=child,
+        source={2: (1, 2, 9)},
+        new_device=(30, 31),
+        new_host=(9,),
+        page_copies=(PageCopy(id=7, device_pairs=pairs, host_pair=(3, 9), num_rows=1),),
+    )
     assert acked(output, AckKind.COMPLETED) == [7] and int(rig.host.row_masks[9]) == 0b1
     for layer in range(rig.layout.shape.num_layers):
         assert rig.attended_value(layer, 2, 8) == value(layer, 8)
@@ -256,14 +276,27 @@ def test_b14_blocks_whose_bytes_lie_beyond_2_gib():
     layer_pages = 2**31 // layout.layer_page_bytes + 60
     host = HostPool.private(layout, layer_pages, populate=False, available_bytes=2**40)
     config = CacheConfig(hot_rows=64, hot_rows_max=64)
-    parts = build_worker(layout, config, num_device_blocks=blocks, num_host_blocks=layer_pages, max_seats=1, max_model_len=128,
-                         rank=0, num_ranks=1, incarnation=1, host_pool=host, poison=False)
+    parts = build_worker(
+        layout,
+        config,
+        num_device_blocks=blocks,
+        num_host_blocks=layer_pages,
+        max_seats=1,
+        max_model_len=128,
+        rank=0,
+        num_ranks=1,
+        incarnation=1,
+        host_pool=host,
+        poison=False,
+    )
     assert (blocks - 1) * layout.block_bytes > 2**31 and (layer_pages - 1) * layout.layer_page_bytes > 2**31
     rig = Rig.around(layout, parts)
     top, hot, page = blocks - 1, blocks - 2, layer_pages - 1
     batch = RowBatch.build([0] * 64, range(64), is_prefill=True)
     spill = SparseKVPageTransfer(id=1, host_block=page, device_blocks=(top,))
-    rig.step(lambda: rig.append(batch, value), resident={(0, 0): (top,)}, source={0: (page,)}, new_host=(page,), spills=(spill,))
+    rig.step(
+        lambda: rig.append(batch, value), resident={(0, 0): (top,)}, source={0: (page,)}, new_host=(page,), spills=(spill,)
+    )
     parts.tables.apply([_indexer_update(layout, blocks - 3)])
     for i in range(2):
         parts.indexer.write(i, torch.full((64, 64), 5.0 + i), batch)

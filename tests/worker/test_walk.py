@@ -53,8 +53,9 @@ class World:
         self.truth = torch.full(shape, float("nan"))
         self.next_id = 1
         self.generator = torch.Generator().manual_seed(seed)
-        self.seen = dict.fromkeys(("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows",
-                                   "spilled_pages", "fences"), 0)
+        self.seen = dict.fromkeys(
+            ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows", "spilled_pages", "fences"), 0
+        )
 
     def delay(self, transfer_id: int) -> None:
         time.sleep(0.002 * (transfer_id % 3))
@@ -129,8 +130,9 @@ class World:
         for page, blocks in enumerate(life.resident):
             if not blocks[0] and self.random.random() < 0.3:
                 life.resident[page] = tuple(self.block() for _ in blocks)
-                self.restores.append(PageRestore(id=self.id(), host_block=life.host[page], num_rows=BLOCK,
-                                                 device_blocks=life.resident[page]))
+                self.restores.append(
+                    PageRestore(id=self.id(), host_block=life.host[page], num_rows=BLOCK, device_blocks=life.resident[page])
+                )
 
     def plan_spills(self, seat: int, written: range) -> None:
         life = self.lives[seat]
@@ -138,8 +140,13 @@ class World:
             if page not in life.durable and page not in life.spilling and self.random.random() < 0.7:
                 rows = set(range(page * BLOCK, (page + 1) * BLOCK))
                 copy_bytes = not rows <= life.mirrored or self.random.random() < 0.3
-                spill = SparseKVPageTransfer(id=self.id(), host_block=life.host[page], device_blocks=life.resident[page],
-                                             copy_bytes=copy_bytes, after_forward=page * BLOCK + BLOCK > written.start)
+                spill = SparseKVPageTransfer(
+                    id=self.id(),
+                    host_block=life.host[page],
+                    device_blocks=life.resident[page],
+                    copy_bytes=copy_bytes,
+                    after_forward=page * BLOCK + BLOCK > written.start,
+                )
                 life.spilling[page] = spill.id
                 self.spills.append(spill)
 
@@ -188,8 +195,14 @@ class World:
             resident={(s, g): tuple(b[g] for b in life.resident) for s, life in self.lives.items() for g in groups},
             source={s: tuple(life.host) for s, life in self.lives.items()},
             hot={(s, g): life.hot[g] if life.hot else () for s, life in self.lives.items() for g in groups},
-            mirrors=mirrors, new_device=tuple(self.new_device), new_host=tuple(self.new_host), fences=tuple(self.fences),
-            seat_resets=tuple(self.resets), restores=tuple(self.restores), spills=tuple(self.spills))
+            mirrors=mirrors,
+            new_device=tuple(self.new_device),
+            new_host=tuple(self.new_host),
+            fences=tuple(self.fences),
+            seat_resets=tuple(self.resets),
+            restores=tuple(self.restores),
+            spills=tuple(self.spills),
+        )
         sizes = tuple(HotRows(seat=s, hot_group=g, rows=life.hot_rows) for s, life in self.lives.items() for g in groups)
         object.__setattr__(command, "hot_rows", sizes)
         self.rig.worker.start_step(command)

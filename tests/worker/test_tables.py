@@ -1,0 +1,256 @@
+"""Tables, batches, indexer pages, the device cache and the copy queue, each by itself."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hisparse.errors import ConfigError, InvariantError, TransferError
+from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan
+from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, RowBatch
+from tests.worker.rig import make_layout
+
+LAYOUT = make_layout()
+RESIDENT0 = LAYOUT.residents[0].group_id
+HOT1 = LAYOUT.hots[1].group_id
+
+
+def tables():
+    return KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=16)
+
+
+def update(group_id, seat, first_page, ids, num_pages):
+    return BlockTableUpdate(group_id=group_id, seat=seat, first_page=first_page, ids=ids, num_pages=num_pages)
+
+
+# ---- tables
+
+
+def test_updates_replace_from_the_first_changed_page_and_clear_the_rest():
+    t = tables()
+    assert t.pages == 8 and t.source.shape == (3, 8) and t.hot(1).shape == (3, 4)
+    t.apply([update(RESIDENT0, 1, 0, (5, 6, 7, 8), 4)])
+    t.apply([update(RESIDENT0, 1, 2, (9,), 3)])
+    assert t.resident(0)[1].tolist() == [5, 6, 9, 0, 0, 0, 0, 0] and not t.resident(1).any() and not t.source.any()
+    t.apply([update(RESIDENT0, 1, 1, (0,), 3)])  # a hole; what follows keeps
+    assert t.resident(0)[1].tolist()[:4] == [5, 0, 9, 0]
+    t.apply([update(RESIDENT0, 1, 0, (), 0), update(RESIDENT0, 1, 0, (3,), 1)])  # freed and taken again in one command
+    assert t.resident(0)[1].tolist() == [3] + [0] * 7 and not t.resident(0)[[0, 2]].any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (update(99, 0, 0, (), 0), "group 99"),
+        (update(RESIDENT0, 3, 0, (), 0), "seat 3; seats are 0..2"),
+        (update(RESIDENT0, -1, 0, (), 0), "seat -1"),
+        (update(RESIDENT0, 0, 7, (1, 2), 9), r"entries 7..9 of 9, but the table has 8"),
+        (update(RESIDENT0, 0, -1, (1,), 1), r"entries -1..0"),
+    ],
+)
+def test_updates_outside_the_tables_are_refused(bad, message):
+    with pytest.raises(InvariantError, match=message):
+        tables().apply([bad])
+
+
+def test_hot_rows_need_blocks_behind_them():
+    t = tables()
+    with pytest.raises(InvariantError, match="seat 2, hot group 1: 8 hot rows need 2 blocks, the table holds 0 of at most 4"):
+        t.apply_hot_rows([HotRows(seat=2, hot_group=1, rows=8)])
+    t.apply([update(HOT1, 2, 0, (4, 5), 2)])
+    t.apply_hot_rows([HotRows(seat=2, hot_group=1, rows=8)])
+    assert t.hot_rows.tolist() == [[0, 0, 0], [0, 0, 8]]
+    for rows, group in ((12, 1), (20, 1), (-1, 1), (4, 2)):
+        with pytest.raises(InvariantError, match="hot rows|hot group"):
+            t.apply_hot_rows([HotRows(seat=2, hot_group=group, rows=rows)])
+    t.apply([update(HOT1, 2, 0, (), 0)])
+    t.apply_hot_rows([HotRows(seat=2, hot_group=1, rows=0)])
+    assert not t.hot_rows.any()
+
+
+def test_mirrors_hold_for_one_command():
+    t = tables()
+    t.apply_mirrors(
+        [MirrorSpan(seat=1, first_page=2, host_blocks=(7, -1, 0, 9)), MirrorSpan(seat=1, first_page=7, host_blocks=(3,))]
+    )
+    assert t.mirrors[1].tolist() == [0, 0, 7, 0, 0, 9, 0, 3]
+    t.apply_mirrors([MirrorSpan(seat=0, first_page=0, host_blocks=(4,))])
+    assert t.mirrors.tolist() == [[4] + [0] * 7, [0] * 8, [0] * 8]
+    t.apply_mirrors(())
+    assert not t.mirrors.any()
+    with pytest.raises(InvariantError, match=r"covers pages 7..9 of 8"):
+        t.apply_mirrors([MirrorSpan(seat=0, first_page=7, host_blocks=(4, 5))])
+
+
+# ---- batches
+
+
+def test_batch_of_numbers():
+    batch = RowBatch.build([2, -1, 0], [7, 0, 9], writes=[True, True, False])
+    assert batch.seats.dtype == torch.int32 and batch.positions.dtype == torch.int64 and batch.num_rows == 3
+    assert batch.context_len.tolist() == [8, 1, 10] and batch.write_index.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("seats", "positions", "kw"),
+    [
+        ([1, 1], [3], {}),
+        ([1], [3], {"writes": [True, False]}),
+        ([1, 2], [3, 4], {"is_prefill": True}),
+        ([1, 1], [3, 5], {"is_prefill": True}),
+    ],
+)
+def test_malformed_batches_are_refused(seats, positions, kw):
+    with pytest.raises(InvariantError, match="batch"):
+        RowBatch.build(seats, positions, **kw)
+
+
+# ---- device cache
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_fresh_memory_is_nan_and_aligned(dtype):
+    cache = DeviceCache(make_layout(dtype=dtype, wide=True), 5)
+    assert bool(cache.rows.isnan().all()) and all(bool(cache.indexer_keys(i).isnan().all()) for i in range(4))
+    assert cache.address % 64 == 0 and cache.nbytes == cache.bytes.numel() == 5 * cache.layout.block_bytes
+    assert cache.rows.data_ptr() == cache.address == cache.indexer_keys(0).data_ptr()
+
+
+def test_views_of_layers_and_indexer_keys_do_not_overlap_within_a_block():
+    cache = DeviceCache(LAYOUT, 5)
+    for group in LAYOUT.residents:
+        for layer in group.layers:
+            cache.view(layer).page(3).fill_(float(layer))
+        assert [float(cache.view(layer).page(3).sum()) for layer in group.layers] == [48.0 * layer for layer in group.layers]
+    ids = cache.view(3).row_ids(torch.tensor([2, 4], dtype=torch.int32), torch.tensor([1, 3]))
+    want = [b * LAYOUT.rows_per_block + LAYOUT.layer_row_offset[3] + r for b, r in ((2, 1), (4, 3))]
+    assert ids.tolist() == want and ids.dtype == torch.int64
+    for i in range(4):
+        cache.indexer_keys(i)[2] = float(i)
+    assert [float(cache.indexer_keys(i)[2].sum()) for i in range(4)] == [16.0 * i for i in range(4)]
+    page = cache.bytes[2][: LAYOUT.indexer_page_bytes].view(torch.float32)
+    assert page.tolist() == [float(i) for i in range(4) for _ in range(16)]
+    assert bool(cache.bytes[1].eq(255).all()) and bool(cache.bytes[2][LAYOUT.indexer_page_bytes :].eq(255).all())
+    cache.poison_blocks([3])
+    assert bool(cache.bytes[3].eq(255).all())
+
+
+def test_generations():
+    cache = DeviceCache(LAYOUT, 5)
+    cache.store_generations((2, 4), (2**64 - 1, 7))
+    cache.store_generations((), ())
+    assert cache.generations.tolist() == [0, 0, 2**64 - 1, 0, 7] and cache.generations.dtype == np.uint64
+    with pytest.raises(ConfigError, match="at least 2"):
+        DeviceCache(LAYOUT, 1)
+
+
+# ---- indexer pages
+
+
+def indexer(seats=3):
+    cache, t = DeviceCache(LAYOUT, 12), tables()
+    t.apply([update(LAYOUT.indexer.group_id, 0, 0, (3, 9, 5), 3), update(LAYOUT.indexer.group_id, 2, 0, (7,), 1)])
+    return cache, t, IndexerPages(cache, t)
+
+
+def test_indexer_keys_of_every_layer_come_back_zero_padded():
+    """Different lengths, a padding seat, unwritten (NaN) rows in held pages: never a NaN in the result."""
+    _, _, pages = indexer()
+    long, short = RowBatch.build([0] * 10, range(10), is_prefill=True), RowBatch.build([2] * 3, range(3), is_prefill=True)
+    for i in range(4):
+        pages.write(i, torch.arange(10.0)[:, None].repeat(1, 4) + 100 * i, long)
+        pages.write(i, torch.arange(3.0)[:, None].repeat(1, 4) + 100 * i + 50, short)
+    for i in range(4):
+        got = pages.gather(i, torch.tensor([2, 0, -1, 1]), torch.tensor([3, 10, 5, 0]))
+        want = torch.zeros(4, 10)
+        want[0, :3], want[1] = torch.arange(3.0) + 100 * i + 50, torch.arange(10.0) + 100 * i
+        assert got.shape == (4, 10, 4) and torch.equal(got, want[..., None].expand(4, 10, 4))
+    assert pages.gather(0, torch.tensor([0]), 7, width=9)[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0]
+    assert pages.gather(0, torch.tensor([0, 2]), torch.tensor([0, 0])).shape == (2, 0, 4)
+
+
+def test_indexer_rows_that_do_not_write_are_skipped():
+    _, _, pages = indexer()
+    batch = RowBatch.build([0, -1, 2], [1, 0, 2], writes=[True, True, False])
+    pages.write(1, torch.tensor([[1.0] * 4, [2.0] * 4, [3.0] * 4]), batch)
+    assert pages.gather(1, torch.tensor([0]), 2)[0, 1].tolist() == [1.0] * 4
+    assert bool(pages.gather(1, torch.tensor([2]), 3)[0].isnan().all())
+
+
+def test_missing_indexer_pages_are_named():
+    _, _, pages = indexer()
+    with pytest.raises(InvariantError, match="seat 2 has no indexer page for position 4"):
+        pages.write(0, torch.zeros(1, 4), RowBatch.build([2], [4]))
+    with pytest.raises(InvariantError, match="seat 2 has no indexer page 1 of 6 tokens"):
+        pages.gather(0, torch.tensor([0, 2]), torch.tensor([4, 6]))
+
+
+# ---- copy queue
+
+
+@pytest.fixture
+def queue():
+    q = CopyQueue()
+    yield q
+    q.resume()
+    q.close(5)
+
+
+def test_copies_run_in_order_and_report_what_they_returned(queue):
+    ran = []
+    for i in range(5):
+        queue.submit(i, lambda i=i: ran.append(i) or 10 + i)
+    queue.drain(5)
+    assert ran == list(range(5)) and [(r.transfer_id, r.row_mask, r.error) for r in queue.take_done()] == [
+        (i, 10 + i, None) for i in range(5)
+    ]
+    assert queue.take_done() == [] and queue.num_pending == 0
+
+
+def test_waiting_for_one_transfer_does_not_wait_for_later_ones(queue):
+    gate = threading.Event()
+    queue.submit(1, lambda: 0)
+    queue.submit(2, lambda: gate.wait(5) and 0)
+    queue.wait(1, 5)
+    queue.wait(77, 0)  # not in flight: nothing to wait for
+    with pytest.raises(TransferError, match=r"transfer 2 did not complete within 0.01 s"):
+        queue.wait(2, 0.01)
+    with pytest.raises(TransferError, match=r"1 transfers did not complete within 0.01 s: \[2\]"):
+        queue.drain(0.01)
+    gate.set()
+    queue.drain(5)
+
+
+def test_an_exception_fails_its_transfer_only(queue):
+    def broken():
+        raise ValueError("bad page")
+
+    queue.submit(1, broken)
+    queue.submit(2, lambda: 3)
+    queue.drain(5)
+    first, second = queue.take_done()
+    assert first.error == "ValueError: bad page" and second.row_mask == 3 and second.error is None
+
+
+def test_pause_holds_copies_that_have_not_started(queue):
+    queue.pause()
+    queue.submit(1, lambda: 0)
+    with pytest.raises(TransferError):
+        queue.wait(1, 0.02)
+    with pytest.raises(InvariantError, match="already in flight"):
+        queue.submit(1, lambda: 0)
+    queue.resume()
+    queue.wait(1, 5)
+    queue.submit(1, lambda: 0)  # an id that is done may be used again
+
+
+def test_closing_late_copies_says_how_many():
+    q, gate = CopyQueue(), threading.Event()
+    q.submit(1, lambda: gate.wait(5) and 0)
+    with pytest.raises(TransferError, match="1 transfers are left"):
+        q.close(0.02)
+    gate.set()
+    q.close(5)
