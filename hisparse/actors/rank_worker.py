@@ -73,7 +73,7 @@ class RankWorkerActor:
         def make_pd(parts: WorkerParts) -> WorkerConnector:
             return PDConnectorWorker(
                 kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=setup.engine_id,
-                incarnation=setup.incarnation, rank=setup.rank, host_writer=setup.rank == 0,
+                incarnation=setup.incarnation, rank=setup.rank, host_writer=parts.is_writer,
             )
 
         self._engine = RankEngine(

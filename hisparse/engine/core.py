@@ -94,7 +94,7 @@ class EngineCore:
     """
 
     def __init__(self, config: HiSparseConfig, executor: Executor, *, engine_id: str, incarnation: int,
-                 num_host_writers: int = 1, pd: PDConnector | None = None, tokenizer: Tokenizer | None = None,
+                 pd: PDConnector | None = None, tokenizer: Tokenizer | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.executor, self.engine_id, self.pd = config, executor, engine_id, pd
         self.tokenizer = tokenizer
@@ -111,7 +111,8 @@ class EngineCore:
         self.cache = KVCacheManager(
             self.layout, config.cache, num_host_blocks=num_host_blocks, max_model_len=config.model.max_model_len,
             max_seats=config.scheduler.max_num_seqs, max_query_tokens=config.scheduler.prefill_chunk_tokens,
-            num_ranks=executor.num_ranks, num_host_writers=num_host_writers, indexer_offload=self.offload,
+            num_ranks=executor.num_ranks,
+            num_host_writers=executor.num_ranks if config.cache.host_pool == "private" else 1, indexer_offload=self.offload,
             incarnation=incarnation, clock=clock,
         )
         self._hisparse = HiSparseConnectorScheduler(self.cache) if config.cache.enabled else None

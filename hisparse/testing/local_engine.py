@@ -46,7 +46,7 @@ def make_pd_worker(parts: WorkerParts, *, config: HiSparseConfig, engine_id: str
     """A rank's P/D worker half over its pools; picklable with functools.partial."""
     return PDConnectorWorker(
         kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=engine_id,
-        incarnation=incarnation, rank=parts.rank, host_writer=parts.rank == 0,
+        incarnation=incarnation, rank=parts.rank, host_writer=parts.is_writer,
     )
 
 

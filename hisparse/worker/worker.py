@@ -223,8 +223,13 @@ class HiSparseWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What build_worker made. `worker` and `host_pool` are None when HiSparse is off. One handle per layer."""
+    """What build_worker made. `worker` and `host_pool` are None when HiSparse is off. One handle per layer.
 
+    `is_writer`: this rank writes the host pool (rank 0 of a shared pool, every rank of private ones).
+    """
+
+    rank: int
+    is_writer: bool
     cache: DeviceCache
     host_pool: HostPool | None
     tables: KVTables
@@ -306,6 +311,8 @@ def build_worker(
             poison_new_blocks=poison_new_blocks,
         )
     return WorkerParts(
+        rank=rank,
+        is_writer=is_writer,
         cache=cache,
         host_pool=host_pool,
         tables=tables,
