@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -132,9 +132,14 @@ def _private_pool(config: HiSparseConfig) -> HostPool | None:
 
 
 class _RankProcesses:
-    """Parent side of the spawned ranks: one pipe each; a failure of one ends all, since peers wait in a collective."""
+    """Parent side of the spawned ranks: one pipe each; a failure of one ends all, since peers wait in a collective.
 
-    def __init__(self, config: HiSparseConfig, incarnation: int, connectors: Sequence[ConnectorFactory]) -> None:
+    Args:
+        main: what a rank runs; see `_rank_main` for its arguments and the messages it sends.
+    """
+
+    def __init__(self, config: HiSparseConfig, incarnation: int, connectors: Sequence[ConnectorFactory], *,
+                 main: Callable[..., None] | None = None) -> None:
         if config.cache.host_pool == "private":
             raise ConfigError("cache.host_pool = private needs tensor_parallel_size = 1; ranks share a pool: use auto")
         size = config.tensor_parallel_size
@@ -150,7 +155,7 @@ class _RankProcesses:
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_rank_main, name=f"hisparse-rank-{rank}", daemon=True,
+                    target=main or _rank_main, name=f"hisparse-rank-{rank}", daemon=True,
                     args=(theirs, config, rank, incarnation, pool_path, f"file://{self._scratch}/store",
                           tuple(connectors)),
                 )

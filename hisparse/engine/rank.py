@@ -84,7 +84,7 @@ class RankEngine:
             if config.cache.offload_indexer and config.cache.prefix_cache:
                 children.append(OffloadingWorker(self.layout, self.parts.cache, capacity_pages=num_host_blocks,
                                                  rank=rank))
-        extra = [item if isinstance(item, WorkerConnector) else item(self.parts) for item in extra_connectors]
+        extra = [_made(item, self.parts) for item in extra_connectors]
         children += extra
         self.handshakes = tuple(item.handshake() for item in extra if isinstance(item, Handshaking))
         self._connectors = MultiWorkerConnector(children)
@@ -123,6 +123,13 @@ class RankEngine:
         if not self._stopped:
             self._stopped = True
             self._connectors.shutdown()
+
+
+def _made(item: WorkerConnector | ConnectorFactory, parts: WorkerParts) -> WorkerConnector:
+    """A class has a connector's attributes too, so it must be told from an instance first."""
+    if isinstance(item, WorkerConnector) and not isinstance(item, type):
+        return item
+    return item(parts)  # type: ignore[operator]
 
 
 def _copies_host_pages(command: StepCommand) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from hisparse.config import HiSparseConfig, hot_rows, load_config
 from hisparse.engine.executor import LocalExecutor
-from hisparse.engine.rank import kv_layout
+from hisparse.engine.rank import ConnectorFactory, kv_layout
 from hisparse.types import (
     AckKind,
     BlockTableUpdate,
@@ -37,15 +37,15 @@ VOCAB = 512
 INCARNATION = 0x5EED
 
 
-def engine_config(path: Path, *, cache: Mapping[str, object] | None = None, **top: object) -> HiSparseConfig:
-    """A small engine; `cache` and top-level keywords override, e.g. cache={"hot_rows": 64}, tensor_parallel_size=2."""
+def engine_config(path: Path, **overrides: object) -> HiSparseConfig:
+    """A small engine; keywords override, e.g. cache={"hot_rows": 64}, tensor_parallel_size=2."""
     base = {
         "model": {"path": str(path), "max_model_len": 512},
         "cache": {"block_size": BLOCK, "device_blocks": 600, "host_pool_gib": 0.02, "hot_rows": 32,
                   "offload_indexer": False},
         "scheduler": {"max_num_seqs": 8, "prefill_chunk_tokens": 256},
     }
-    return load_config(base, {"cache": dict(cache or {}), **top}, environ={})
+    return load_config(base, overrides, environ={})
 
 
 @dataclass
@@ -74,10 +74,11 @@ class HandDriver:
         mirror: every decode row is mirrored to its host page.
     """
 
-    def __init__(self, config: HiSparseConfig, *, mirror: bool = False) -> None:
+    def __init__(self, config: HiSparseConfig, *, mirror: bool = False,
+                 connectors: Sequence[ConnectorFactory] = ()) -> None:
         self.config, self.mirror = config, mirror
         self.layout = kv_layout(config)
-        self.executor = LocalExecutor(config, incarnation=INCARNATION)
+        self.executor = LocalExecutor(config, incarnation=INCARNATION, connectors=connectors)
         self._free_device = itertools.count(1)
         self._free_host = itertools.count(1)
         self._ids = itertools.count(1)
@@ -136,6 +137,7 @@ class HandDriver:
         while not self.completed.issuperset(ids):
             assert time.monotonic() < deadline, f"spills {set(ids) - self.completed} did not complete"
             self._run([], ())
+            time.sleep(0.005)  # leaves the copy thread a core
 
     def give_hot_region(self, seat: Seat) -> None:
         rows = hot_rows(self.config.cache, self.layout)
