@@ -19,6 +19,8 @@ MODES = ("colocated", "pd")
 AXES = (MODELS, PROMPTS, TIERS, RANKS, MODES)
 NUM_TOKENS = 64
 CHUNK_TOKENS = 256
+TIGHT_CHUNK_TOKENS = 32
+"""A tight engine prefills in chunks of two pages: a larger window would hold a short prompt resident as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,19 @@ def pairwise() -> list[Cell]:
     return chosen
 
 
+def is_tight(cell: Cell, role: str) -> bool:
+    return cell.tier == "tight" and role != "prefill"
+
+
+def chunk_tokens(cell: Cell) -> int:
+    """Prefill chunks of whichever engine computes the prompt."""
+    return TIGHT_CHUNK_TOKENS if is_tight(cell, "prefill" if cell.mode == "pd" else "colocated") else CHUNK_TOKENS
+
+
 def cell_config(cell: Cell, checkpoint: Path, role: str) -> HiSparseConfig:
     """Resident: room for everything. Tight: pages of 16 tokens and the smallest device pool that can hold the request
     host-backed, so that pages outside the two-page tail must go."""
-    tight = cell.tier == "tight" and role != "prefill"
+    tight = is_tight(cell, role)
     length = cell.prompt + NUM_TOKENS
     cache: dict[str, object] = {
         "block_size": 16 if cell.tier == "tight" else 64, "device_blocks": 2048, "host_pool_gib": 0.05,
@@ -67,7 +78,8 @@ def cell_config(cell: Cell, checkpoint: Path, role: str) -> HiSparseConfig:
     config = load_config({
         "model": {"path": str(checkpoint), "max_model_len": length},
         "cache": cache,
-        "scheduler": {"max_num_seqs": 2, "prefill_chunk_tokens": CHUNK_TOKENS, "max_step_tokens": 512},
+        "scheduler": {"max_num_seqs": 2, "prefill_chunk_tokens": TIGHT_CHUNK_TOKENS if tight else CHUNK_TOKENS,
+                      "max_step_tokens": 512},
         "tensor_parallel_size": cell.ranks,
         "pd": {"role": role},
     }, environ={})
@@ -82,7 +94,7 @@ def tight_blocks(config: HiSparseConfig) -> int:
     from hisparse.engine.rank import kv_layout
 
     return min_device_blocks(kv_layout(config), config.cache, max_model_len=config.model.max_model_len,
-                             max_query_tokens=16)
+                             max_query_tokens=config.scheduler.prefill_chunk_tokens)
 
 
 def run_cell(cell: Cell, checkpoint: Path, prompt: list[int]) -> Generation:
@@ -92,6 +104,8 @@ def run_cell(cell: Cell, checkpoint: Path, prompt: list[int]) -> Generation:
         engine = LocalEngine(cell_config(cell, checkpoint, "colocated"))
     else:
         engine = LocalPair(cell_config(cell, checkpoint, "prefill"), cell_config(cell, checkpoint, "decode"))
+        if cell.tier == "tight":
+            never_fits_resident(engine.decode)
     try:
         (answer,) = engine.generate([prompt], sampling)
         engine.drain()
@@ -103,6 +117,13 @@ def run_cell(cell: Cell, checkpoint: Path, prompt: list[int]) -> Generation:
     assert stats.cache["host_blocks_free"] == stats.cache["host_blocks_total"], "host blocks leaked"
     check_tier(cell, answer)
     return answer
+
+
+def never_fits_resident(engine: LocalEngine) -> None:
+    """A hot region holds more rows than a short prompt has, so alone it would always land resident: say it does not fit."""
+    assert engine.pd is not None
+    choose = engine.pd.choose_landing
+    engine.pd.choose_landing = lambda request_id, resident, host: choose(request_id, False, host)  # type: ignore[method-assign]
 
 
 def check_tier(cell: Cell, answer: Generation) -> None:

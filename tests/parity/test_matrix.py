@@ -9,7 +9,7 @@ import pytest
 
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.testing.reference_decode import ReferenceModel, ReferenceRun
-from tests.parity.cells import CHUNK_TOKENS, NUM_TOKENS, Cell, compare, full_matrix, pairwise, run_cell
+from tests.parity.cells import NUM_TOKENS, Cell, chunk_tokens, compare, full_matrix, pairwise, run_cell
 
 
 @functools.cache
@@ -26,14 +26,14 @@ def prompt_ids(path: Path, length: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def reference(path: Path, length: int) -> ReferenceRun:
-    return model(path).decode(prompt_ids(path, length), NUM_TOKENS, prefill_chunks=CHUNK_TOKENS)
+def reference(path: Path, length: int, chunk: int) -> ReferenceRun:
+    return model(path).decode(prompt_ids(path, length), NUM_TOKENS, prefill_chunks=chunk)
 
 
 def check(cell: Cell, path: Path) -> str | None:
     answer = run_cell(cell, path, list(prompt_ids(path, cell.prompt)))
     assert len(answer.token_ids) == NUM_TOKENS
-    return compare(cell, answer, reference(path, cell.prompt))
+    return compare(cell, answer, reference(path, cell.prompt, chunk_tokens(cell)))
 
 
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
