@@ -289,10 +289,11 @@ class PDConnectorScheduler:
                 job.seconds = max(job.seconds, ack.seconds)
                 if ack.failure is not None:
                     job.failures.append((output.rank, ack.failure, ack.reason))
-                    if len(job.failures) == 1 and job.waiting:
+                    if len(job.failures) == 1 and job.waiting and not job.closed:
                         self._cancels.append(ack.job_id)  # the other ranks need not finish
                 if not job.waiting:
                     del self._jobs[ack.job_id]
+                    self._cancels = [job_id for job_id in self._cancels if job_id != ack.job_id]
                     self._end_job(job, loaded, failed, drained)
         self._leases.expire()
         return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,7 +77,7 @@ def test_merged_descriptors_move_the_same_bytes(items: list[tuple[int, int]]) ->
         got[n : n + size] = source[f : f + size]
     assert (got == want).all()
     assert (np.diff(merged[:, 0]) > 0).all(), "sorted by source address"
-    for a, b in zip(merged[:-1], merged[1:]):
+    for a, b in itertools.pairwise(merged):
         assert not (a[0] + a[2] == b[0] and a[1] + a[2] == b[1]), "true neighbours are one descriptor"
 
 
