@@ -45,7 +45,7 @@ NAMES: tuple[str, ...] = tuple(
     swan turtle lizard cobra dolphin whale shark salmon lobster oyster tiger lion panther leopard wolf fox badger otter
     beaver rabbit squirrel hedgehog camel donkey zebra giraffe elephant buffalo moose reindeer walrus kangaroo koala
     gorilla
-    """.split()
+    """.split()  # noqa: SIM905
 )
 ATTRIBUTES: tuple[str, ...] = (
     "access code",
@@ -215,7 +215,8 @@ def _filler(rng: random.Random, room: Callable[[list[str]], int], measure: Calla
     A tokenizer counts joined lines lower than their sum, so what is left is measured again until no line fits.
     """
     source = _held_out_lines()
-    position, filler = rng.randrange(len(source)), []
+    filler: list[str] = []
+    position = rng.randrange(len(source))
     while True:
         left, before = room(filler), len(filler)
         while (left := left - measure(source[position % len(source)] + "\n")) >= 0:
