@@ -79,9 +79,7 @@ def resolve(
         host_block = source_table[m_seat, m_pos // block_size].long()
         if bool((host_block <= 0).any()):
             at = int((host_block <= 0).nonzero()[0])
-            raise InvariantError(
-                f"seat {int(m_seat[at])}, position {int(m_pos[at])} is neither resident nor on the host"
-            )
+            raise InvariantError(f"seat {int(m_seat[at])}, position {int(m_pos[at])} is neither resident nor on the host")
         victim, update = find_victims(m_seat, u_seat[is_hit], u_slot[is_hit], hot_rows, state)
         u_slot[order] = victim
         u_slot = torch.where(kept, u_slot, 0)
@@ -100,9 +98,7 @@ def resolve(
             state.slot_tag[m_seat, victim] = m_pos.to(torch.int32)
             state.pos_slot[m_seat, m_pos] = victim.to(torch.int16)
             state.use[m_seat, victim] = USE_NEW
-            plan = MissPlan(
-                host_rows=host_block * block_size + m_pos % block_size, device_rows=u_id[order], rows=u_row[order]
-            )
+            plan = MissPlan(host_rows=host_block * block_size + m_pos % block_size, device_rows=u_id[order], rows=u_row[order])
             replay(plan, 0, rows, host_rows)
         row_ids[e_row, e_col] = u_id[inverse]
         row_ids[~fits] = -1
@@ -181,9 +177,7 @@ def replay(plan: MissPlan, row_delta: int, rows: Tensor, host_rows: Tensor) -> N
         rows.index_copy_(0, plan.device_rows + row_delta, host_rows.index_select(0, plan.host_rows))
 
 
-def append(
-    new: Tensor, rows: Tensor, row_ids: Tensor, host_rows: Tensor | None = None, host_ids: Tensor | None = None
-) -> None:
+def append(new: Tensor, rows: Tensor, row_ids: Tensor, host_rows: Tensor | None = None, host_ids: Tensor | None = None) -> None:
     """Write-through of new rows [m, row_elems]: to `rows[row_ids]` and, where `host_ids` is not -1, to the host view.
 
     Args:
@@ -201,9 +195,7 @@ def append(
 def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int) -> None:
     """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`. First rows: int64."""
     step = torch.arange(num_rows, device=dst_first.device)
-    dst.index_copy_(
-        0, (dst_first[:, None] + step).reshape(-1), src.index_select(0, (src_first[:, None] + step).reshape(-1))
-    )
+    dst.index_copy_(0, (dst_first[:, None] + step).reshape(-1), src.index_select(0, (src_first[:, None] + step).reshape(-1)))
 
 
 def reset_seat(state: HotState, seat: int, *, from_slot: int = 0, from_position: int = 0) -> None:
@@ -271,14 +263,16 @@ def sparse_mla(
             distinct, inverse = torch.unique(host_ids[part][on_host], return_inverse=True)
             kv[on_host] = host_rows.index_select(0, distinct).to(kv.device)[inverse]
             gathered[start] = distinct.numel()
-        out[part] = _attend(q[part], kv.to(q.dtype), named, scaling, latent_dim)
+        out[part] = _attend(q[part], kv, named, scaling, latent_dim)
     return out, gathered
 
 
 def _attend(q: Tensor, kv: Tensor, named: Tensor, scaling: float, latent_dim: int) -> Tensor:
+    """In at least float32 whatever the inputs are: what a kernel accumulates in."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, kv = q.to(dtype), kv.to(dtype)
     scores = torch.matmul(q, kv.transpose(1, 2)) * scaling
-    weights = scores.masked_fill(~named[:, None], float("-inf")).softmax(-1, dtype=torch.float32)
-    weights = weights.masked_fill(~named[:, None], 0.0).to(q.dtype)
+    weights = scores.masked_fill(~named[:, None], float("-inf")).softmax(-1).masked_fill(~named[:, None], 0.0)
     return torch.matmul(weights, kv[..., :latent_dim])
 
 

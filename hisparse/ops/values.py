@@ -42,9 +42,7 @@ class HotState:
         if not torch.equal(self.pos_slot[seat, tag].long(), slot):
             raise InvariantError(f"hot tags and positions disagree, seats {sorted(set(seat.tolist()))}")
         if int((self.pos_slot >= 0).sum()) != seat.numel():
-            raise InvariantError(
-                f"{int((self.pos_slot >= 0).sum())} positions are hot but {seat.numel()} slots are tagged"
-            )
+            raise InvariantError(f"{int((self.pos_slot >= 0).sum())} positions are hot but {seat.numel()} slots are tagged")
         if bool((slot >= hot_rows[seat]).any()):
             raise InvariantError("a slot beyond its region's size is tagged")
         if bool((self.use > 3).any()) or bool(((self.use > 0) & (self.slot_tag < 0)).any()):
