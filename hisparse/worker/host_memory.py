@@ -91,16 +91,20 @@ def check_memory(needed_bytes: int, *, what: str, available_bytes: int | None = 
         )
 
 
-def available_memory() -> int:
-    """Bytes that can be allocated now: MemAvailable, or what the cgroup limit leaves, whichever is less."""
-    free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def available_memory(root: str | Path = "/") -> int:
+    """Bytes that can be allocated now: MemAvailable, or what the cgroup (v2) leaves, whichever is less.
+
+    File cache that the kernel can drop counts as available in both.
+    """
+    root, free = Path(root), 0
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, max(0, limit - used))
+    group = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no cgroup v2
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, max(0, limit - used + int(stat.get("inactive_file", 0))))
     return free
 
 

@@ -152,6 +152,22 @@ def test_b36_private_pools_of_all_ranks_must_fit_together():
     host_memory.check_memory(160 << 30, what="one pool", available_bytes=440 << 30)
 
 
+def test_available_memory_is_the_lesser_of_node_and_cgroup(tmp_path):
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   5000 kB\n")
+    assert host_memory.available_memory(tmp_path) == 5000 * 1024  # no cgroup
+    (group / "memory.current").write_text("3000000\n")
+    (group / "memory.stat").write_text("anon 100\ninactive_file 500000\n")
+    (group / "memory.max").write_text("max\n")
+    assert host_memory.available_memory(tmp_path) == 5000 * 1024
+    (group / "memory.max").write_text("4000000\n")
+    assert host_memory.available_memory(tmp_path) == 1_500_000
+    (group / "memory.max").write_text("2000000\n")
+    assert host_memory.available_memory(tmp_path) == 0
+
+
 def test_progress_is_reported_in_chunks(tmp_path, monkeypatch, pools):
     monkeypatch.setattr("hisparse.worker.host_pool.POPULATE_CHUNK_BYTES", 8192)
     for make in (
