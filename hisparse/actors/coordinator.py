@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -88,9 +89,12 @@ class CoordinatorActor:
 
     Args:
         stall_s: a loop without a turn for so long is unhealthy.
+        preload: module to import at once, while other actors boot; "" = none.
     """
 
-    def __init__(self, stall_s: float = 60.0) -> None:
+    def __init__(self, stall_s: float = 60.0, preload: str = "") -> None:
+        if preload:
+            importlib.import_module(preload)
         self._stall_s = stall_s
         self._streams = _Streams()
         self._loop: EngineLoop | None = None

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
 from hisparse.actors.executor import RayExecutor
@@ -19,13 +19,14 @@ from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, model_path
-from hisparse.engine.core import EngineCore
-from hisparse.engine.rank import kv_layout
+from hisparse.config import HiSparseConfig, model_path, model_shape
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError
-from hisparse.pd.connector import PDConnectorScheduler
+from hisparse.layout import KVCacheLayout
 from hisparse.types import RequestOutput
+
+if TYPE_CHECKING:
+    from hisparse.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,15 @@ def actor_prefix(app: str) -> str:
 def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence[Actor],
                infos: Sequence[RankInfo]) -> EngineCore:
     """The engine over rank actors, in the coordinator's process."""
+    from hisparse.engine.core import EngineCore
+    from hisparse.pd.connector import PDConnectorScheduler
+
     pd = None
     if config.pd.role != "colocated":
-        pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
+        layout = KVCacheLayout.build(
+            model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype
+        )
+        pd = PDConnectorScheduler(layout, config.pd, engine_id=identity.engine_id,
                                   incarnation=identity.incarnation, num_ranks=len(ranks))
         pd.set_endpoints([info.endpoint for info in infos if info.endpoint is not None])
     return EngineCore(
@@ -110,8 +117,8 @@ class EngineActors:
                 bundle=self.placement.rank_bundle(rank), num_cpus=RANK_CPUS,
             ))
         coordinator = self.coordinator = start_actor(
-            CoordinatorActor, config.serve.step_timeout_s, label=f"coordinator of {name}", placement=group, bundle=0,
-            name=self.identity.actor_name, num_cpus=ACTOR_CPUS, max_concurrency=capacity + 64,
+            CoordinatorActor, config.serve.step_timeout_s, "hisparse.engine.core", label=f"coordinator of {name}",
+            name=self.identity.actor_name, placement=group, bundle=0, num_cpus=ACTOR_CPUS, max_concurrency=capacity + 64,
         )
         if config.cache.enabled and config.cache.host_pool != "private":
             self.keeper = start_actor(KeeperActor, name, label=f"keeper of {name}", placement=group, bundle=0,

@@ -1,4 +1,7 @@
-"""The keeper of one replica's shared host pool: creates the segment, outlives its workers, unlinks it at the end."""
+"""The keeper of one replica's shared host pool: creates the segment, outlives its workers, unlinks it at the end.
+
+Heavy imports happen inside the actor, so that whoever starts it stays small.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hisparse.config import HiSparseConfig, host_blocks
-from hisparse.engine.rank import kv_layout
+from hisparse.config import HiSparseConfig, host_blocks, model_shape
 from hisparse.errors import InvariantError
-from hisparse.worker import host_memory
-from hisparse.worker.host_pool import HostPool
+from hisparse.layout import KVCacheLayout
+
+if TYPE_CHECKING:
+    from hisparse.worker.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ class Segment:
 class KeeperActor:
     """Owns the segment of one replica. It writes nothing into it: the lowest rank is the writer."""
 
-    def __init__(self, engine_id: str, directory: str = str(host_memory.SHM)) -> None:
+    def __init__(self, engine_id: str, directory: str = "/dev/shm") -> None:
         self._engine_id, self._directory = engine_id, directory
         self._pool: HostPool | None = None
         self._segment: Segment | None = None
@@ -39,12 +44,17 @@ class KeeperActor:
         Raises:
             ConfigError: it does not fit; says needed and free bytes and the fix. No file is left.
         """
+        from hisparse.worker import host_memory
+        from hisparse.worker.host_pool import HostPool
+
         if self._segment is not None:
             raise InvariantError(f"the pool {self._segment.path} exists already")
         removed = host_memory.sweep(self._directory)
         if removed:
             logger.warning("removed %d host pools whose owners are dead: %s", len(removed), removed)
-        layout = kv_layout(config)
+        layout = KVCacheLayout.build(
+            model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype
+        )
         num_blocks = host_blocks(config.cache, layout, config.model.max_model_len)
         path = host_memory.pool_path(self._engine_id, self._directory)
         self._pool = HostPool.shared(layout, num_blocks, path)

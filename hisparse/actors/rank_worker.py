@@ -1,23 +1,27 @@
-"""One tensor-parallel rank of an engine as an actor: its process, its mapping of the host pool, its `RankEngine`."""
+"""One tensor-parallel rank of an engine as an actor: its process, its mapping of the host pool, its `RankEngine`.
+
+Model code is imported inside the actor, so that whoever starts it stays small.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks
-from hisparse.connector.base import WorkerConnector
-from hisparse.engine.parallel import join_group, leave_group
-from hisparse.engine.rank import RankEngine, kv_layout
 from hisparse.errors import ConfigError, InvariantError
-from hisparse.pd.connector import PDConnectorWorker
-from hisparse.pd.endpoint import RankEndpoint
 from hisparse.types import StepCommand, StepResult
-from hisparse.worker.host_pool import HostPool
-from hisparse.worker.worker import WorkerParts
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from hisparse.connector.base import WorkerConnector
+    from hisparse.engine.rank import RankEngine
+    from hisparse.pd.endpoint import RankEndpoint
+    from hisparse.worker.host_pool import HostPool
+    from hisparse.worker.worker import WorkerParts
 
 COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -51,6 +55,8 @@ class RankWorkerActor:
     """Executes steps; decides nothing. A failed step is answered with its exception, and the engine ends."""
 
     def __init__(self, config: HiSparseConfig) -> None:
+        import hisparse.engine.rank  # noqa: F401  # takes seconds: while the other actors boot, too
+
         self._config = config
         self._engine: RankEngine | None = None
         self._group: dist.ProcessGroup | None = None
@@ -64,6 +70,10 @@ class RankWorkerActor:
         Raises:
             ConfigError: the checkpoint or the sizes do not fit.
         """
+        from hisparse.engine.parallel import join_group
+        from hisparse.engine.rank import RankEngine, kv_layout
+        from hisparse.pd.connector import PDConnectorWorker
+
         if self._engine is not None:
             raise InvariantError(f"rank {setup.rank} of {setup.engine_id} was set up already")
         config, size = self._config, self._config.tensor_parallel_size
@@ -83,6 +93,9 @@ class RankWorkerActor:
         return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None))
 
     def _open_pool(self, setup: RankSetup) -> HostPool | None:
+        from hisparse.engine.rank import kv_layout
+        from hisparse.worker.host_pool import HostPool
+
         config = self._config
         if not config.cache.enabled:
             return None
@@ -108,5 +121,8 @@ class RankWorkerActor:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
-        leave_group(self._group)
+        if self._group is not None:
+            from hisparse.engine.parallel import leave_group
+
+            leave_group(self._group)
         self._group = None

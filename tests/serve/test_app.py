@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,9 @@ def test_colocated() -> None:
 def test_impossible_configurations_fail_before_anything_starts(args: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         hisparse.serve.build_app(args)
+
+
+def test_replicas_and_ingress_stay_small() -> None:
+    """They are several processes per node, and need neither torch nor a model."""
+    code = "import hisparse.serve, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
