@@ -1,4 +1,4 @@
-"""Command line: `hisparse serve` and `hisparse status`. Exit codes: 0 ok, 1 failed, 2 usage."""
+"""Command line: `hisparse serve`, `status` and `demo`. Exit codes: 0 ok, 1 failed, 2 usage."""
 
 from __future__ import annotations
 
@@ -181,6 +181,17 @@ def _print_status(data: dict[str, Any]) -> None:
         for key, value in (item.get("cache") or {}).items():
             cache.add_row(key, str(value))
         out.print(cache)
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option(help="Leave the service running until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a local prefill/decode service real questions and check every token against transformers."""
+    from hisparse.demo.run import run_demo
+
+    raise typer.Exit(run_demo(keep=keep, as_json=as_json))
 
 
 def main() -> None:

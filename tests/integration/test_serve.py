@@ -1,0 +1,206 @@
+"""The service as its users see it: Ray Serve, prefill and decode engines, NIXL, the bundled checkpoint, openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import urllib.error
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from hisparse.checkpoints import recall_checkpoint
+from hisparse.engine.tokenizer import Tokenizer
+from hisparse.testing.recall_documents import RecallDocument, build_recall_document
+from hisparse.testing.reference_decode import ReferenceModel
+from tests.integration.service import Service, pool_files, run_service
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def service(cluster: None) -> Iterator[Service]:
+    with run_service() as running:
+        yield running
+    assert pool_files() == [], "a clean shutdown leaves nothing in /dev/shm"
+
+
+def document(seed: int, tokens: int = 700) -> RecallDocument:
+    tokenizer = Tokenizer(recall_checkpoint())
+    return build_recall_document(seed, budget=tokens, measure=lambda text: len(tokenizer.encode(text)))
+
+
+def ask(service: Service, prompt: str, **options: object) -> openai.types.Completion:
+    settings: dict[str, object] = {"max_tokens": 8, "temperature": 0} | options
+    return service.client.completions.create(model="recall", prompt=prompt, **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def details(answer: openai.types.Completion, choice: int = 0) -> dict[str, object]:
+    return dict((answer.model_extra or {})["hisparse"]["choices"][choice])
+
+
+def assert_nothing_is_held(service: Service) -> None:
+    for role, engine in service.settled().items():
+        cache = engine["cache"]
+        assert engine["check"] == "ok", f"{role}: {engine['check']}"
+        assert cache["device_blocks_free"] == cache["device_blocks_total"], role
+        assert cache["host_blocks_free"] == cache["host_blocks_total"], role
+
+
+def test_prefill_and_decode_answer_right(service: Service) -> None:
+    assert [model.id for model in service.client.models.list()] == ["recall"]
+    health = service.get("/health")
+    assert health["status"] == "ok" and len(health["engines"]) == 2
+    asked = document(0)
+    answer = ask(service, asked.prompt)
+    assert asked.is_answer(answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
+    facts = details(answer)
+    assert facts["prefill"] == "remote" and facts["landing"] in ("resident", "host")
+    assert facts["imported_tokens"] == facts["prompt_tokens"] == answer.usage.prompt_tokens  # type: ignore[union-attr]
+    again = ask(service, asked.prompt)
+    assert again.choices[0].text == answer.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens > 0, "the second time the prefix is there"  # type: ignore[union-attr]
+    salted = ask(service, asked.prompt, extra_body={"cache_salt": "another tenant"})
+    assert salted.choices[0].text == answer.choices[0].text
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0, "no reuse across salts"  # type: ignore[union-attr]
+    assert_nothing_is_held(service)
+
+
+def test_tokens_equal_unmodified_transformers(service: Service) -> None:
+    asked = document(7, 500)
+    tokenizer = Tokenizer(recall_checkpoint())
+    run = ReferenceModel(recall_checkpoint()).decode(tokenizer.encode(asked.prompt), 24, prefill_chunks=256)
+    sure = run.first_excusable()
+    assert sure >= 6
+    answer = ask(service, asked.prompt, max_tokens=24, extra_body={"ignore_eos": True})
+    expected = tokenizer.decode(run.token_ids[:sure])
+    assert answer.choices[0].text.startswith(expected) and answer.choices[0].finish_reason == "length"
+
+
+def test_streams(service: Service) -> None:
+    asked = document(1)
+    whole = ask(service, asked.prompt, max_tokens=30, extra_body={"ignore_eos": True})
+    times, text, last = [], "", None
+    for chunk in service.client.completions.create(
+        model="recall", prompt=asked.prompt, max_tokens=30, temperature=0, stream=True,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    ):
+        times.append(time.monotonic())
+        text += "".join(choice.text for choice in chunk.choices)
+        last = chunk
+    assert text == whole.choices[0].text
+    assert last is not None and last.usage is not None and last.usage.completion_tokens == 30
+    assert len(times) > 10 and times[-1] - times[0] > 0.05, "tokens arrive one after the other"
+    chat = service.client.chat.completions.create(
+        model="recall", messages=[{"role": "user", "content": asked.prompt}], max_completion_tokens=8, temperature=0)
+    assert asked.is_answer(chat.choices[0].message.content or "")
+
+
+def test_choices_stop_and_logprobs(service: Service) -> None:
+    asked = document(2, 300)
+    several = ask(service, asked.prompt, n=3)
+    assert [asked.is_answer(choice.text) for choice in several.choices] == [True] * 3
+    assert {details(several, i)["prefill"] for i in range(3)} == {"remote"}
+    cut = ask(service, asked.prompt, stop=[asked.answer[2:]])
+    assert cut.choices[0].text.strip() == asked.answer[:2] and cut.choices[0].finish_reason == "stop"
+    seeded = [ask(service, asked.prompt, temperature=1.5, seed=seed, max_tokens=12, extra_body={"ignore_eos": True})
+              for seed in (5, 5, 6)]
+    texts = [answer.choices[0].text for answer in seeded]
+    assert texts[0] == texts[1] != texts[2]
+    logprobs = ask(service, asked.prompt, logprobs=2).choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None
+    assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
+
+
+def test_more_requests_than_seats_at_once(service: Service) -> None:
+    asked = [document(100 + i, 400 + 60 * i) for i in range(10)]
+
+    async def all_at_once() -> list[openai.types.Completion]:
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+            return list(await asyncio.gather(*(
+                client.completions.create(model="recall", prompt=item.prompt, max_tokens=8, temperature=0) for item in asked
+            )))
+
+    answers = asyncio.run(all_at_once())
+    wrong = [item.seed for item, answer in zip(asked, answers) if not item.is_answer(answer.choices[0].text)]
+    assert wrong == []
+    assert_nothing_is_held(service)
+
+
+def test_bad_input_costs_nothing(service: Service) -> None:
+    service.settled()
+    before = {role: engine["admissions"] for role, engine in service.engines().items()}
+    for body, status in (
+        ({"prompt": ""}, 400), ({"prompt": "x", "max_tokens": 0}, 400), ({"prompt": "x", "temperature": 9}, 400),
+        ({"prompt": [5000]}, 400), ({"prompt": [1] * 2100}, 413), ({"prompt": "x", "max_tokens": 5000}, 413),
+        ({"prompt": "x", "wat": 1}, 400), ({"prompt": "x", "model": "gpt-9"}, 404),
+    ):
+        response = httpx.post(f"{service.url}/v1/completions", json={"model": "recall"} | body, timeout=30)
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["message"]
+    assert httpx.post(f"{service.url}/v1/completions", content=b"{", timeout=30).status_code == 400
+    assert {role: engine["admissions"] for role, engine in service.engines().items()} == before
+    assert_nothing_is_held(service)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_everywhere(service: Service, stream: bool) -> None:
+    body = {"model": "recall", "prompt": document(3).prompt, "max_tokens": 1000, "temperature": 0, "ignore_eos": True,
+            "stream": stream}
+    before = service.engines()["decode"]["generated_tokens"]
+    with httpx.Client(timeout=60) as client:
+        if stream:
+            with client.stream("POST", f"{service.url}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{service.url}/v1/completions", json=body, timeout=3.0)
+    engines = service.settled(timeout_s=10.0)
+    assert engines["decode"]["generated_tokens"] - before < 900, "it did not run to its end"
+    assert_nothing_is_held(service)
+
+
+def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Service) -> None:
+    asked = document(4)
+    os.kill(service.get("/stats")["engines"][-1]["pid"], signal.SIGKILL)  # "prefill-..." sorts last: its coordinator
+    answer = ask(service, asked.prompt)
+    assert asked.is_answer(answer.choices[0].text), "bounded retries, then a local prefill"
+    wait_until_healthy(service)
+    assert details(ask(service, document(5).prompt))["prefill"] == "remote"
+    assert_nothing_is_held(service)
+
+
+def test_a_dead_decode_engine_ends_its_streams_with_an_error_and_is_replaced(service: Service) -> None:
+    stream = service.client.completions.create(
+        model="recall", prompt=document(6).prompt, max_tokens=1000, temperature=0, stream=True,
+        extra_body={"ignore_eos": True})
+    next(iter(stream))
+    os.kill(service.engines()["decode"]["pid"], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(openai.APIError):
+        for _ in stream:
+            pass
+    assert time.monotonic() - began < 20
+    wait_until_healthy(service)
+    asked = document(8)
+    assert asked.is_answer(ask(service, asked.prompt).choices[0].text)
+    assert_nothing_is_held(service)
+    assert len(pool_files()) == 2, "the pool of the dead engine is gone"
+
+
+def wait_until_healthy(service: Service, timeout_s: float = 180.0) -> None:
+    """Serve notices at its next health check and starts a new replica."""
+    deadline = time.monotonic() + timeout_s
+    reason = ""
+    while time.monotonic() < deadline:
+        try:
+            if service.get("/health")["status"] == "ok":
+                return
+        except urllib.error.HTTPError as error:
+            reason = error.read().decode()
+        time.sleep(0.5)
+    raise AssertionError(f"not healthy again after {timeout_s} s: {reason}")
