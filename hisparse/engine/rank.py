@@ -129,7 +129,7 @@ def _made(item: WorkerConnector | ConnectorFactory, parts: WorkerParts) -> Worke
     """A class has a connector's attributes too, so it must be told from an instance first."""
     if isinstance(item, WorkerConnector) and not isinstance(item, type):
         return item
-    return item(parts)  # type: ignore[operator]
+    return item(parts)
 
 
 def _copies_host_pages(command: StepCommand) -> bool:

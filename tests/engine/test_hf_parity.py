@@ -20,8 +20,8 @@ TOLERANCE = 2e-5
 
 
 @cache
-def reference(path: Path) -> ReferenceModel:
-    return ReferenceModel(path)
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> ReferenceModel:
+    return ReferenceModel(path, dtype=dtype)
 
 
 @cache
@@ -167,21 +167,28 @@ def test_without_hisparse_plain_tables_are_enough(path: Path) -> None:
         check(path, seat, (60, 40))
 
 
-def test_bfloat16_stays_close_to_the_oracle_in_bfloat16(path: Path) -> None:
-    """Absorption rounds differently in bf16, so tokens may differ; the distributions must nearly agree."""
-    ids = prompt(path, 90)
-    config = engine_config(path, model={"dtype": "bfloat16"})
-    with HandDriver(config) as driver:
-        seat = driver.open(1, ids)
-        driver.prefill(seat, (90,))
-        driver.decode([seat], 6)
+def test_bfloat16_is_no_further_from_the_truth_than_the_oracle_in_bfloat16(path: Path) -> None:
+    """In bf16 near ties flip on both sides, so tokens may differ; fp32 logits on the same tokens are the truth."""
+    ours, theirs = [], []
+    with HandDriver(engine_config(path, model={"dtype": "bfloat16"})) as driver:
         assert driver.layout.row.row_bytes == 2 * 80
-    run = ReferenceModel(path, dtype=torch.bfloat16).decode(ids, 7, prefill_chunks=90, forced=seat.generated,
-                                                            keep_logits=True)
-    got, wanted = torch.stack(seat.logprobs), run.logits.log_softmax(-1)
-    similar = torch.nn.functional.cosine_similarity(got - got.mean(-1, True), wanted - wanted.mean(-1, True))
-    other = torch.nn.functional.cosine_similarity(got - got.mean(-1, True), (wanted - wanted.mean(-1, True)).roll(1, 0))
-    assert similar.median() > 0.98 and similar.min() > 0.85 and other.max() < 0.5, (similar, other)
+        for number, start in enumerate((0, 50, 100)):
+            ids = prompt(path, 90, start)
+            seat = driver.open(number, ids)
+            driver.prefill(seat, (90,))
+            driver.decode([seat], 6)
+            truth = teacher_forced(reference(path), ids, seat.generated)
+            ours.append(torch.stack(seat.logprobs) - truth)
+            theirs.append(teacher_forced(reference(path, torch.bfloat16), ids, seat.generated) - truth)
+    error, allowed = (torch.cat(part).abs().mean() for part in (ours, theirs))
+    spread = (truth - truth.mean(-1, keepdim=True)).abs().mean()
+    assert error < 1.5 * allowed < 0.75 * spread, f"{error:.3f}, oracle {allowed:.3f}, spread {spread:.3f}"
+
+
+def teacher_forced(model: ReferenceModel, ids: tuple[int, ...], forced: list[int]) -> torch.Tensor:
+    run = model.decode(ids, len(forced), prefill_chunks=len(ids), forced=forced, keep_logits=True)
+    assert run.logits is not None
+    return run.logits.log_softmax(-1)
 
 
 def test_chunks_of_one_step_may_come_in_any_order(path: Path) -> None:

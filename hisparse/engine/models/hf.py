@@ -233,8 +233,9 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, Model
     """
     shape = check_model(config, num_ranks=num_ranks)
     path = model_path(config)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    bars: Any = logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True,
@@ -242,8 +243,8 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, Model
     except Exception as error:  # transformers and safetensors raise what they like; none of it is our bug
         raise ConfigError(f"model.path: transformers cannot load {path}: {error}") from error
     finally:
-        if bars:
-            logging.enable_progress_bar()
+        if shown:
+            bars.enable_progress_bar()
     network, report = loaded
     if type(network).__name__ not in _ARCHITECTURES:
         raise ConfigError(f"model.path: {path} is a {type(network).__name__}, supported: {', '.join(_ARCHITECTURES)}")
