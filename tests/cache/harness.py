@@ -255,7 +255,9 @@ class Harness:
             if not self.reqs and not self.manager.has_pending_work():
                 return steps
             self.step()
-        raise AssertionError(f"no end after {limit} steps: {[(r.request_id, r.state, r.computed) for r in self.reqs.values()]}")
+        live = [(r.request_id, r.state, r.computed) for r in self.reqs.values()]
+        raise AssertionError(f"no end after {limit} steps: {live}; pending loads {list(self.manager.loads.pending)}, "
+                             f"copies {list(self.worker.copies)}; {self.manager.stats()}")
 
     def drain(self) -> None:
         """Everything back: only published pages and copies may remain, all unreferenced."""

@@ -57,4 +57,4 @@ def test_every_state_is_reached_and_left() -> None:
 def test_a_page_is_never_neither_durable_nor_on_the_gpu() -> None:
     for state in set(PageState) - {PageState.NONE, PageState.IMPORTING}:
         assert state in DURABLE or state in PINNED
-    assert READABLE_ON_GPU - DURABLE == {PageState.GPU_ONLY, PageState.SPILLING}
+    assert {PageState.GPU_ONLY, PageState.SPILLING} == READABLE_ON_GPU - DURABLE
