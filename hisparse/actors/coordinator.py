@@ -98,14 +98,20 @@ class CoordinatorActor:
         self._stall_s = stall_s
         self._streams = _Streams()
         self._loop: EngineLoop | None = None
+        self._about: Mapping[str, Any] = {}
 
-    async def start(self, build: Callable[..., Core], *args: Any) -> int:
-        """Makes the core with `build(*args)` in this process and starts its loop; returns the process id."""
+    async def start(self, about: Mapping[str, Any], build: Callable[..., Core], *args: Any) -> int:
+        """Makes the core with `build(*args)` in this process and starts its loop; returns the process id.
+
+        Args:
+            about: facts that `stats` repeats.
+        """
         if self._loop is not None:
             raise InvariantError("the engine was started already")
         core = await asyncio.to_thread(build, *args)
         self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s)
         self._loop.start()
+        self._about = dict(about)
         return os.getpid()
 
     @property
@@ -172,7 +178,7 @@ class CoordinatorActor:
     async def stats(self, check: bool = False) -> dict[str, Any]:
         """Gauges, counters and health; with `check`, also the outcome of the conservation laws ("ok" or what broke)."""
         health = self._engine.health()
-        report: dict[str, Any] = {"pid": os.getpid(), "health": asdict(health)}
+        report: dict[str, Any] = {**self._about, "pid": os.getpid(), "health": asdict(health)}
         if self._engine.dead is None:
             report |= await self._call(lambda core: core.stats().asdict())
             if check:

@@ -131,7 +131,8 @@ class EngineActors:
                 for rank in range(len(self.ranks))
             ]
             infos = gather([actor.start("setup", setup) for actor, setup in zip(self.ranks, setups)], limit_s)
-        coordinator.call("start", build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
+        about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None}
+        coordinator.call("start", about, build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
 
     @property
     def front(self) -> Actor:

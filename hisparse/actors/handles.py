@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,26 +125,16 @@ def gather(pendings: Sequence[Pending], timeout_s: float) -> list[Any]:
         TimeoutError: one has not answered within `timeout_s`; names it.
         Exception: the first failure, as soon as it is known, even while others still run.
     """
-    deadline = time.monotonic() + timeout_s
-    waiting = {pending.ref: pending for pending in pendings}
-    while waiting:
-        left = max(deadline - time.monotonic(), 0.0)
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=left, fetch_local=False)
-        if not done:
-            names = ", ".join(sorted(pending.label for pending in waiting.values()))
-            raise TimeoutError(f"no answer within {timeout_s:g} s from {names}")
-        for ref in done:
-            pending = waiting.pop(ref)
-            if len(pendings) > 1:
-                _get(pending, deadline)
-    return [_get(pending, deadline) for pending in pendings]
-
-
-def _get(pending: Pending, deadline: float) -> Any:
-    try:
-        return ray.get(pending.ref, timeout=max(deadline - time.monotonic(), 1.0))
-    except (RayError, Exception) as error:
-        _raise(error, pending.label)
+    futures: dict[Future[Any], Pending] = {pending.ref.future(): pending for pending in pendings}
+    done, late = wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    for future in done:
+        error = future.exception()
+        if error is not None:
+            _raise(error, futures[future].label)
+    if late:
+        names = ", ".join(sorted(futures[future].label for future in late))
+        raise TimeoutError(f"no answer within {timeout_s:g} s from {names}")
+    return [future.result() for future in futures]
 
 
 # --------------------------------------------------------------------------------------------- start and find actors

@@ -23,7 +23,7 @@ def with_actor(body: Callable[[CoordinatorActor, FakeCore], Awaitable[Any]], cor
     async def run() -> Any:
         fake = core or FakeCore()
         actor = CoordinatorActor(stall_s)
-        await actor.start(lambda: fake)
+        await actor.start({"rank_pids": [7]}, lambda: fake)
         try:
             return await asyncio.wait_for(body(actor, fake), 10)
         finally:
@@ -156,7 +156,7 @@ def test_a_dead_rank_ends_every_request_with_the_reason() -> None:
 def test_stats_and_check() -> None:
     async def body(actor: CoordinatorActor, core: FakeCore) -> None:
         stats = await actor.stats(True)
-        assert stats["running"] == 0 and stats["check"] == "ok" and stats["health"]["ok"]
+        assert stats["running"] == 0 and stats["rank_pids"] == [7] and stats["check"] == "ok" and stats["health"]["ok"]
         core.broken = "block 5 is free and referenced"
         assert (await actor.stats(True))["check"] == core.broken
         assert "check" not in await actor.stats()
@@ -178,7 +178,7 @@ def test_shutdown_ends_open_requests() -> None:
     async def run() -> list[RequestOutput]:
         core = FakeCore(step_s=0.002)
         actor = CoordinatorActor()
-        await actor.start(lambda: core)
+        await actor.start({}, lambda: core)
         task = asyncio.create_task(collect(actor, request(tokens=100_000)))
         await asyncio.sleep(0.05)
         assert await actor.shutdown() and await actor.shutdown()

@@ -62,4 +62,5 @@ def run_service(**changes: dict[str, Any]) -> Iterator[Service]:
 
 
 def pool_files() -> list[Path]:
-    return sorted(Path("/dev/shm").glob("hisparse-*"))
+    """Shared host pools of served engines (others on this machine have names of their own)."""
+    return sorted(path for role in ("prefill", "decode", "colocated") for path in Path("/dev/shm").glob(f"hisparse-{role}-*"))

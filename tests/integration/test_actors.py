@@ -88,11 +88,10 @@ def test_streams_and_async_calls() -> None:
     async def body() -> None:
         actor = start_actor(Counter, label="counter", name="coordinator/test/c-1")
         assert [i async for i in actor.stream("count", 5)] == [0, 1, 2, 3, 4]
-        got = []
+        three = actor.stream("count", 3)
+        assert [await anext(three) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(EngineDeadError, match="three"):
-            async for i in actor.stream("count", 3):
-                got.append(i)
-        assert got == [0, 1, 2]
+            await anext(three)
         with pytest.raises(RequestError, match="no"):
             await actor.acall("fail", timeout_s=5)
         assert [found.label for found in await asyncio.to_thread(find_actors, "coordinator/test/")] == ["coordinator/test/c-1"]
@@ -101,8 +100,7 @@ def test_streams_and_async_calls() -> None:
         with pytest.raises(EngineDeadError, match="counter"):
             await actor.acall("fail", timeout_s=5)
         with pytest.raises(EngineDeadError, match="counter"):
-            async for _ in actor.stream("count", 2):
-                pass
+            await anext(actor.stream("count", 2))
 
     asyncio.run(body())
 
@@ -143,7 +141,7 @@ def fake_core(step_s: float = 0.0) -> FakeCore:
 def test_coordinator_streams_and_aborts() -> None:
     async def body() -> None:
         actor = start_actor(CoordinatorActor, label="coordinator", max_concurrency=100)
-        await actor.acall("start", fake_core, 0.002, timeout_s=60)
+        await actor.acall("start", {}, fake_core, 0.002, timeout_s=60)
 
         async def collect(asked: Any) -> list[RequestOutput]:
             return [output async for output in actor.stream("generate", asked)]

@@ -174,16 +174,15 @@ def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Servic
     assert_nothing_is_held(service)
 
 
-def test_a_dead_decode_engine_ends_its_streams_with_an_error_and_is_replaced(service: Service) -> None:
+def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_replaced(service: Service) -> None:
     stream = service.client.completions.create(
         model="recall", prompt=document(6).prompt, max_tokens=1000, temperature=0, stream=True,
         extra_body={"ignore_eos": True})
     next(iter(stream))
-    os.kill(service.engines()["decode"]["pid"], signal.SIGKILL)
+    os.kill(service.engines()["decode"]["rank_pids"][0], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(openai.APIError):
-        for _ in stream:
-            pass
+    with pytest.raises(openai.APIError, match="rank 0 of decode-.* is dead"):
+        list(stream)
     assert time.monotonic() - began < 20
     wait_until_healthy(service)
     asked = document(8)
