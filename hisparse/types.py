@@ -330,6 +330,8 @@ class RequestStats:
     preemptions: int = 0
     import_failures: int = 0
     imported_tokens: int = 0
+    spilled_pages: int = 0
+    """Pages whose write-back to host was planned while the request ran."""
     resolve: ResolveStats = ResolveStats()
 
 

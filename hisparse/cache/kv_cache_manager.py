@@ -308,6 +308,10 @@ class KVCacheManager:
         inc = self.core.live.get(request_id)
         return inc.valid if inc is not None else 0
 
+    def spilled_pages(self, request_id: str) -> int:
+        """Spills planned for an open request so far, over all its admissions."""
+        return self._identity(request_id).spilled_pages
+
     def seat(self, request_id: str) -> int:
         """Seat of an admitted request; -1 when it has none."""
         inc = self.core.live.get(request_id)

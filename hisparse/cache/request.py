@@ -19,6 +19,8 @@ class Identity:
     """Rows of KV it can ever need: the last sampled token has none."""
     num_prompt_tokens: int
     max_tokens: int
+    spilled_pages: int = 0
+    """Spills planned for it so far, over all its admissions."""
 
     @property
     def num_tokens(self) -> int:

@@ -115,6 +115,7 @@ class Spills:
         transfer = self.issue(TransferKind.SPILL, inc, page, host_blocks=(host,), device_blocks=blocks,
                               num_workers=self.num_writers, copy_bytes=copy_bytes)
         inc.pending_spills += 1
+        inc.identity.spilled_pages += 1
         core.counters.spills_planned += 1
         core.counters.spills_without_bytes += not copy_bytes
         after_forward = (page + 1) * core.block_size > inc.valid

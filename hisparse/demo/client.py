@@ -55,7 +55,7 @@ async def _ask(client: Any, model: str, prompt: DemoPrompt, max_tokens: int,
     try:
         stream = await client.completions.create(
             model=model, prompt=prompt.text, max_tokens=max_tokens, temperature=0, stream=True,
-            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True, "return_token_ids": True},
         )
         async for chunk in stream:
             for choice in chunk.choices:
@@ -70,6 +70,7 @@ async def _ask(client: Any, model: str, prompt: DemoPrompt, max_tokens: int,
             extra = (chunk.model_extra or {}).get("hisparse")
             if extra:
                 answer.stats = dict(extra["choices"][0])
+                answer.token_ids = answer.stats.pop("token_ids", [])
     except Exception as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.total_s = time.perf_counter() - began

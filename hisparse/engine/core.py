@@ -345,6 +345,7 @@ class EngineCore:
         self.connectors.request_closed(request.request_id)
         if request.remote and self.pd is not None:
             self.pd.release_unused(request.request_id, reason.value)
+        request.spilled_pages = self.cache.spilled_pages(request.request_id)
         self.scheduler.finish(request, reason, error)
         self._emit(request, text, finish=reason)
         self._forget(request)

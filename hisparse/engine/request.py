@@ -45,6 +45,7 @@ class Request:
     imported_tokens: int = 0
     preemptions: int = 0
     import_failures: int = 0
+    spilled_pages: int = 0
     resolve: ResolveStats = field(default_factory=ResolveStats)
     new_tokens: list[SampledToken] = field(default_factory=list)
     """Accepted since the last output."""
@@ -73,6 +74,6 @@ class Request:
     def stats(self) -> RequestStats:
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens, cached_tokens=self.cached_tokens or 0, landing=self.landing,
-            preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens,
+            preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens, spilled_pages=self.spilled_pages,
             resolve=self.resolve,
         )

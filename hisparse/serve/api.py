@@ -34,7 +34,8 @@ class StreamOptions(_Body):
 
 
 class _Common(_Body):
-    """Fields of both endpoints. `top_k`, `ignore_eos`, `stop_token_ids`, `cache_salt` extend OpenAI's."""
+    """Fields of both endpoints. `top_k`, `ignore_eos`, `stop_token_ids`, `cache_salt` and
+    `return_token_ids` (output ids in the response's `hisparse` field) extend OpenAI's."""
 
     model: str = Field(min_length=1)
     stream: bool = False
@@ -48,6 +49,7 @@ class _Common(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     ignore_eos: bool = False
+    return_token_ids: bool = False
     user: str | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 

@@ -64,7 +64,8 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
         check_model(body.model)
         prompts, n = body.prompts, body.num_choices
         writer = CompletionWriter(served, num_choices=len(prompts) * n, num_prompts=len(prompts),
-                                  include_usage=body.include_usage, logprobs=body.num_logprobs is not None)
+                                  include_usage=body.include_usage, logprobs=body.num_logprobs is not None,
+                                  token_ids=body.return_token_ids)
         calls = [
             GenerateCall(
                 request_id=f"{writer.id}-{p * n + i}", max_tokens=16 if body.max_tokens is None else body.max_tokens,
@@ -83,7 +84,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
         check_model(body.model)
         messages = tuple((message.role, message.text) for message in body.messages)
         writer = ChatWriter(served, num_choices=body.num_choices, include_usage=body.include_usage,
-                            logprobs=body.num_logprobs is not None)
+                            logprobs=body.num_logprobs is not None, token_ids=body.return_token_ids)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         calls = [
             GenerateCall(request_id=f"{writer.id}-{i}", messages=messages, max_tokens=limit, sampling=body.sampling(i),

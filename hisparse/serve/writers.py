@@ -43,7 +43,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     finish_reason: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Choice:
     def add(self, chunk: Chunk) -> None:
         self.text.append(chunk.text)
         self.logprobs.extend(chunk.logprobs)
-        self.num_tokens += len(chunk.token_ids)
+        self.token_ids.extend(chunk.token_ids)
         self.num_chars += len(chunk.text)
         self.finish_reason = chunk.finish_reason
         self.stats = dict(chunk.stats or {})
@@ -63,12 +63,13 @@ class Writer:
 
     Args:
         num_prompts: usage counts each prompt once, however many choices it has.
+        token_ids: put the output ids into the `hisparse` field.
     """
 
     prefix = ""
 
     def __init__(self, model: str, *, num_choices: int, num_prompts: int = 1, include_usage: bool = False,
-                 logprobs: bool = False) -> None:
+                 logprobs: bool = False, token_ids: bool = False) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
@@ -76,6 +77,7 @@ class Writer:
         self.per_prompt = num_choices // num_prompts
         self.include_usage = include_usage
         self.with_logprobs = logprobs
+        self.with_token_ids = token_ids
 
     def add(self, index: int, chunk: Chunk) -> None:
         """Takes an increment of a choice."""
@@ -86,13 +88,14 @@ class Writer:
         firsts = self.choices[:: self.per_prompt]
         return Usage.of(
             sum(choice.stats.get("prompt_tokens", 0) for choice in firsts),
-            sum(choice.num_tokens for choice in self.choices),
+            sum(len(choice.token_ids) for choice in self.choices),
             sum(choice.stats.get("cached_tokens", 0) for choice in firsts),
         )
 
     @property
     def details(self) -> Details:
-        return Details(choices=[choice.stats for choice in self.choices])
+        ids = [{"token_ids": choice.token_ids} if self.with_token_ids else {} for choice in self.choices]
+        return Details(choices=[{**choice.stats, **extra} for choice, extra in zip(self.choices, ids)])
 
     @property
     def finished(self) -> bool:

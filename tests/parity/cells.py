@@ -19,8 +19,8 @@ MODES = ("colocated", "pd")
 AXES = (MODELS, PROMPTS, TIERS, RANKS, MODES)
 NUM_TOKENS = 64
 CHUNK_TOKENS = 256
-TIGHT_CHUNK_TOKENS = 32
-"""A tight engine prefills in chunks of two pages: a larger window would hold a short prompt resident as a whole."""
+TIGHT_CHUNK_TOKENS = 16
+"""A tight engine prefills page by page: a larger window would hold a short prompt resident as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def cell_config(cell: Cell, checkpoint: Path, role: str) -> HiSparseConfig:
         "host_pool": "auto",
     }
     if tight:
-        cache |= {"device_blocks": 100_000, "watermark": 0.5}
+        cache |= {"device_blocks": 100_000, "watermark": 0.5, "hot_rows": 32}
     config = load_config({
         "model": {"path": str(checkpoint), "max_model_len": length},
         "cache": cache,

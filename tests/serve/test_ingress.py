@@ -307,3 +307,12 @@ def test_disconnect_aborts(backend: FakeBackend, stream: bool) -> None:
 
     asyncio.run(talk())
     assert len(backend.aborted) == len(backend.cancelled) == 1
+
+
+def test_token_ids_come_on_request_only(client: TestClient) -> None:
+    plain = client.post("/v1/completions", json=COMPLETION).json()["hisparse"]["choices"][0]
+    assert "token_ids" not in plain
+    for stream in (False, True):
+        response = client.post("/v1/completions", json=COMPLETION | {"return_token_ids": True, "stream": stream})
+        data = json.loads(events(response)[-2]) if stream else response.json()
+        assert len(data["hisparse"]["choices"][0]["token_ids"]) > 0
