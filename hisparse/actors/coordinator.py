@@ -155,7 +155,7 @@ class CoordinatorActor:
         finally:
             self._streams.close(request.request_id)
             if added and not finished:
-                self._engine.call(lambda core: _abort(core, request.request_id))
+                self._engine.call(lambda core: core.abort(request.request_id))
 
     async def complete(self, request: EngineRequest) -> RequestOutput:
         """The whole output at once; for prefill engines, whose last increment has `kv_transfer_params`."""
@@ -168,10 +168,10 @@ class CoordinatorActor:
 
     async def abort(self, request_id: str) -> None:
         """Stops a request, whoever listens; its listener gets a final output. On a prefill engine it also ends the
-        lease of a request that is done, or about to be. Unknown ids are ignored.
+        lease of a request that is done. Unknown ids are ignored.
         """
         try:
-            await self._call(lambda core: _abort(core, request_id))
+            await self._call(lambda core: core.abort(request_id))
         except EngineDeadError:
             logger.debug("abort of %s: the engine is dead", request_id)
 
@@ -200,12 +200,6 @@ class CoordinatorActor:
     async def _call(self, function: Callable[[Core], T]) -> T:
         future: Future[T] = self._engine.call(function)
         return await asyncio.wrap_future(future)
-
-
-def _abort(core: Core, request_id: str) -> None:
-    core.abort(request_id)
-    if core.pd is not None:
-        core.pd.release_request(request_id)
 
 
 def _check(core: Core) -> str:

@@ -32,9 +32,7 @@ class Stats(Protocol):
 
 
 class Core(Protocol):
-    """What the loop and the coordinator use of `EngineCore`. `pd`: scheduler half of the P/D connector, or None."""
-
-    pd: Any
+    """What the loop and the coordinator use of `EngineCore`."""
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
                     cache_salt: str | None = None, priority: int = 0,

@@ -20,14 +20,6 @@ class FakeStats:
         return {"running": self.running}
 
 
-class FakePD:
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    def release_request(self, request_id: str) -> None:
-        self.released.append(request_id)
-
-
 class FakeCore:
     """`step_s`: how long a step takes. `fail`: raised by the next step. `block`: a step waits for it."""
 
@@ -35,7 +27,6 @@ class FakeCore:
         self.step_s = step_s
         self.fail: Exception | None = None
         self.block: threading.Event | None = None
-        self.pd: FakePD | None = FakePD()
         self.left: dict[str, int] = {}
         self.outputs: list[RequestOutput] = []
         self.aborted: list[str] = []
