@@ -7,7 +7,7 @@ every durable host page with those rows. Blocks are poisoned at each hand-out, s
 from __future__ import annotations
 
 import random
-import time
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -40,7 +40,7 @@ class World:
     def __init__(self, seed: int, num_groups: int) -> None:
         self.random = random.Random(seed)
         self.layout = make_layout(num_groups=num_groups)
-        self.rig = Rig(self.layout, device_blocks=160, host_blocks=80, seats=SEATS, max_model_len=MAX_TOKENS, hook=self.delay)
+        self.rig = Rig(self.layout, device_blocks=160, host_blocks=80, seats=SEATS, max_model_len=MAX_TOKENS)
         self.free = list(range(1, 160))
         self.free_host = list(range(1, 80))
         self.random.shuffle(self.free)
@@ -56,9 +56,6 @@ class World:
         self.seen = dict.fromkeys(
             ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows", "spilled_pages", "fences"), 0
         )
-
-    def delay(self, transfer_id: int) -> None:
-        time.sleep(0.002 * (transfer_id % 3))
 
     # ---- the step's command
     def begin(self) -> None:
@@ -105,7 +102,7 @@ class World:
     def release(self, blocks: tuple[int, ...], transfer_id: int | None) -> None:
         for block in blocks:
             if block:
-                self.free.append(block)
+                self.free.insert(self.random.randint(0, 8), block)
                 if transfer_id is not None:
                     self.fenced[block] = transfer_id  # enqueued, perhaps not completed: whoever gets it must wait
 
@@ -205,6 +202,12 @@ class World:
         )
         sizes = tuple(HotRows(seat=s, hot_group=g, rows=life.hot_rows) for s, life in self.lives.items() for g in groups)
         object.__setattr__(command, "hot_rows", sizes)
+        # copies run when the test says so, hence the walk is the same in every run; a fence must really wait
+        copies = self.rig.worker.copies
+        run_copies = bool(self.fences) or r.random() < 0.5
+        if run_copies:
+            timer = threading.Timer(0.01, copies.resume)
+            timer.start()
         self.rig.worker.start_step(command)
         for seat, first, count in chunks:
             batch = RowBatch.build([seat] * count, range(first, first + count), is_prefill=True)
@@ -213,6 +216,10 @@ class World:
             pad = r.random() < 0.5
             seats = [s for s, _, _ in decodes] + [-1] * pad
             self.forward(RowBatch.build(seats, [f for _, f, _ in decodes] + [0] * pad))
+        if run_copies:
+            timer.join()
+            copies.drain(20)
+        copies.pause()
         self.rig.worker.end_step()
         self.take(self.rig.worker.output())
         self.rig.worker.check()
@@ -268,6 +275,7 @@ def test_random_life_equals_dense_attention(seed, num_groups):
     world = World(seed, num_groups)
     for _ in range(45):
         world.step()
+    world.rig.worker.copies.resume()
     world.take(world.rig.finish_copies())
     assert not world.detached
     assert all(world.seen.values()), world.seen
