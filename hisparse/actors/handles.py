@@ -218,18 +218,22 @@ def _amounts(resources: dict[str, float]) -> str:
 # --------------------------------------------------------------------------------------------- cluster
 
 
-def start_cluster(num_cpus: int | None = None) -> bool:
+def start_cluster(num_cpus: int | None = None, *, join: bool = True) -> bool:
     """Connects to the running Ray cluster of this machine or `RAY_ADDRESS`; starts a local one if there is none.
 
+    Args:
+        join: False = never use a running cluster, always start one.
     Returns whether a cluster was started here.
     """
     if ray.is_initialized():
         return False
     try:
+        if not join:
+            raise ConnectionError
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
         return False
     except ConnectionError:
-        ray.init(num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
                  logging_level=logging.WARNING)
         return True
 

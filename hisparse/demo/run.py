@@ -54,7 +54,7 @@ def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
     verdicts: list[Verdict] = []
     answers: dict[str, list[Answer]] = {}
     console.print("starting a local Ray cluster ...")
-    start_cluster()
+    start_cluster(join=False)
     try:
         with _service(console, "room for everything", config) as url:
             answers["roomy"], stats = _ask(console, url, prompts)

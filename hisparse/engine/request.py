@@ -74,6 +74,7 @@ class Request:
     def stats(self) -> RequestStats:
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens, cached_tokens=self.cached_tokens or 0, landing=self.landing,
-            preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens, spilled_pages=self.spilled_pages,
+            preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens,
+            spilled_pages=self.spilled_pages,
             resolve=self.resolve,
         )
