@@ -27,6 +27,10 @@ class PublishedBlocks:
     def get(self, key: bytes) -> int | None:
         return self._block.get(key)
 
+    def blocks(self) -> list[int]:
+        """Every published block, oldest first."""
+        return list(self._key)
+
     def publish(self, key: bytes, block: int) -> bool:
         """Makes a referenced block findable. False: the key stays with the block that has it."""
         if key in self._block:

@@ -6,6 +6,7 @@ It does what the commands say and nothing else, so a wrong command shows as a wr
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hisparse.layout import KVCacheLayout
@@ -62,6 +63,10 @@ class FakeWorker:
     acks: list[TransferAck] = field(default_factory=list)
     after: list[SparseKVPageTransfer] = field(default_factory=list)
     seen_generations: dict[tuple[str, int], int] = field(default_factory=dict)
+    unstarted: Counter[int] = field(default_factory=Counter)
+    """Device blocks named by commands received and not yet started."""
+    landed: set[int] = field(default_factory=set)
+    """Device blocks that outside writers filled, until the command that named them has run."""
     commands: int = 0
 
     @property
@@ -76,8 +81,10 @@ class FakeWorker:
         return self.tables.setdefault((group_id, seat), [])
 
     # ------------------------------------------------------------------------------------------- a step
-    def start(self, command: SparseKVOffloadCommand) -> None:
+    def receive(self, command: SparseKVOffloadCommand) -> None:
+        """What the worker's thread does when the command arrives, while earlier steps may still run on the device."""
         self.commands += 1
+        self.unstarted.update(command.new_device_blocks.ids)
         for pool, new in (("device", command.new_device_blocks), ("host", command.new_host_blocks)):
             assert len(set(new.ids)) == len(new.ids) == len(new.generations)
             for block, generation in zip(new.ids, new.generations, strict=True):
@@ -88,12 +95,19 @@ class FakeWorker:
         for block in command.new_host_blocks.ids:
             self.masks[block] = 0
             assert not any(copy.transfer.host_block == block for copy in self.copies.values())
+
+    def start(self, command: SparseKVOffloadCommand) -> None:
+        """In stream order, before the step's first kernel."""
         fences = {(fence.block, fence.transfer_id) for fence in command.fences}
+        self.unstarted.subtract(command.new_device_blocks.ids)
         for block in command.new_device_blocks.ids:
             for copy in list(self.copies.values()):
                 if block in copy.transfer.device_blocks and not copy.read:
                     assert (block, copy.transfer.id) in fences, f"block {block} handed out under copy {copy.transfer.id}"
                     self.read(copy)  # the compute stream waited for this copy
+            if block in self.landed:  # bytes of an import came before this step ran
+                self.landed.discard(block)
+                continue
             for row in range(self.size):
                 self.device[block, row] = POISON
         for update in command.table_updates:
@@ -190,9 +204,15 @@ class FakeWorker:
         return HiSparseWorkerOutput(rank=self.rank, incarnation=self.incarnation, acks=acks)
 
     # ------------------------------------------------------------------------------------------- imports
+    def outside_write(self, blocks: tuple[int, ...]) -> None:
+        self.landed.update(block for block in blocks if self.unstarted[block] > 0)
+
     def land(self, load: Import) -> None:
         """Every byte of an import arrives: indexer and resident blocks, and host pages for a HOST landing."""
         pages = load.target.pages
+        self.outside_write(pages.indexer_blocks)
+        for blocks in pages.resident_blocks:
+            self.outside_write(blocks)
         for position, row in enumerate(load.rows):
             page, offset = divmod(position, self.size)
             if not pages.first_page <= page or position >= pages.num_tokens:

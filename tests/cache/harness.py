@@ -122,6 +122,7 @@ class Harness:
             self.worker.land(load)
         if pages is not None and not failed:
             assert self.store is not None
+            self.worker.outside_write(pages[1])
             for key, block in zip(*pages, strict=True):
                 for offset, row in enumerate(self.store.pages[key]):
                     self.worker.device[block, offset] = row
@@ -195,6 +196,7 @@ class Harness:
         command = self.manager.plan_step(self.step_number, [(r.request_id, first, n) for r, first, n in chosen])
         assert command is not None
         self.last = command
+        self.worker.receive(command)
         self.worker.start(command)
         self.tiers = []
         for req, first, n in chosen:

@@ -65,7 +65,7 @@ class Lives(RuleBasedStateMachine):
         self.count = 0
         self.admissions: dict[str, int] = {}
         self.landable: dict[str, int] = {}
-        """Request -> step whose command must have started before its bytes may land."""
+        """Request -> step whose command must have arrived before its bytes may land; it need not have run."""
         self.old_acks: list[TransferAck] = []
         self.held: dict[str, tuple[Req, object, object]] = {}
         self.lost: set[int] = set()
@@ -105,9 +105,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(failed=st.booleans(), partial=st.booleans())
     def load_done(self, failed: bool, partial: bool) -> None:
-        ready = [r for r in [*self.h.imports, *self.h.loads]
-                 if not any(f.step <= self.landable[r] and not f.executed for f in self.flights)
-                 and self.landable[r] <= self.h.step_number]
+        ready = [r for r in [*self.h.imports, *self.h.loads] if self.landable[r] <= self.h.step_number]
         if ready:
             request_id = self.rng.choice(ready)
             late = self.m.stats().late_completions
@@ -157,6 +155,7 @@ class Lives(RuleBasedStateMachine):
         self.h.step_number += 1
         command = self.m.plan_step(self.h.step_number, [(r.request_id, first, n) for r, first, n, _ in picked])
         assert command is not None
+        self.worker.receive(command)
         chunks = []
         for req, first, n, drafts in picked:
             tokens = req.tokens + drafts
@@ -322,6 +321,9 @@ class Lives(RuleBasedStateMachine):
         if hasattr(self, "h"):
             self.m.check()
             self.read_held()
+            assert self.m.core.source is not None
+            for block in self.m.core.source.published.blocks():
+                assert self.worker.masks[block] == self.worker.full, f"host block {block} is published with holes"
 
     def teardown(self) -> None:
         if not hasattr(self, "h"):
