@@ -17,7 +17,7 @@ from typing import Any
 
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents, PageGenerations
-from hisparse.errors import InvariantError, ProtocolError
+from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
 from hisparse.pd.endpoint import RankEndpoint, check_regions
@@ -27,6 +27,9 @@ from hisparse.pd.pages import table_of
 from hisparse.pd.planner import LandingPlanner
 from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
 from hisparse.types import ImportTarget, Landing, RequestPages
+
+MAX_ENGINE_ID_CHARS = 200
+"""Agent names add incarnation and rank, and are bounded on the wire."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class PDConnectorScheduler:
 
     def __init__(self, layout: KVCacheLayout, config: PDConfig, *, engine_id: str, incarnation: int, num_ranks: int,
                  fingerprint: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0 < len(engine_id) <= MAX_ENGINE_ID_CHARS:
+            raise ConfigError(f"engine_id must have 1..{MAX_ENGINE_ID_CHARS} characters, got {len(engine_id)}")
         self._layout, self._config, self._num_ranks = layout, config, num_ranks
         self.engine_id, self.incarnation = engine_id, incarnation
         self._fingerprint = fingerprint if fingerprint is not None else layout.fingerprint()
@@ -169,11 +174,14 @@ class PDConnectorScheduler:
         return self._leases.take_ended()
 
     # ---- decode role (RemotePrefill)
-    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> int:
+    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *,
+                   num_prompt_tokens: int | None = None) -> int:
         """Checks and keeps a prefill answer; returns the tokens it holds. Call before the engine schedules the request.
 
         Several requests may share one answer (n > 1): prefill is told to release when the last of them is done.
         A second answer for a request (a retry) replaces the first; the landing on record stays.
+        Args:
+            num_prompt_tokens: of this request; an answer for more tokens than that is another prompt's.
         Raises:
             ProtocolError: it does not fit; where the lease could be read, prefill is told to release it.
         """
@@ -183,6 +191,8 @@ class PDConnectorScheduler:
         try:
             kv = decode_params(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
             self._check_incarnation(kv.engine_id, kv.incarnation)
+            if num_prompt_tokens is not None and kv.num_tokens > num_prompt_tokens:
+                raise ProtocolError(f"prefill holds {kv.num_tokens} tokens for a prompt of {num_prompt_tokens}")
         except ProtocolError as error:
             self._failures[ImportFailure.REFUSED.value] += 1
             self.reject_remote(kv_transfer_params, str(error))

@@ -114,6 +114,12 @@ def test_bytes_arrive_and_prefill_is_told_within_a_second(prefill: PrefillProces
     assert ended == [name] and seconds < 1.0
 
 
+def test_idle_agent_does_not_spin(prefill: PrefillProcess, decode: Decode) -> None:
+    before, started = time.process_time(), time.monotonic()
+    time.sleep(1.0)
+    assert (time.process_time() - before) / (time.monotonic() - started) < 0.25, "a connected agent costs a core"
+
+
 def test_page_reused_on_prefill_fails_the_import(prefill: PrefillProcess, decode: Decode) -> None:
     params = prefill.grant("reused", SOURCE)
     prefill.ask("bump", [SOURCE.resident_blocks[0][2]])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hisparse.config import PDConfig
-from hisparse.errors import InvariantError, ProtocolError
+from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.pd.commands import ImportAck, ImportFailure, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.loopback import LoopbackNetwork
@@ -340,6 +340,17 @@ def test_restarted_workers_end_leases_and_imports() -> None:
     prefill.grant("p-held")
     prefill.pd.workers_restarted(INC + 1, prefill.side.endpoints)
     assert "p-held" in prefill.pd.take_expired()
+
+
+def test_answer_for_a_longer_prompt_is_refused_and_released() -> None:
+    prefill, decode = Engine("p"), Engine("d")
+    params = prefill.grant("p-1")
+    with pytest.raises(ProtocolError, match="18 tokens for a prompt of 17"):
+        decode.pd.add_remote("d-1", params, num_prompt_tokens=17)
+    assert sent(decode.build()) == [("release", params["lease_id"])]
+    assert decode.pd.add_remote("d-1", prefill.grant("p-2"), num_prompt_tokens=18) == TOKENS
+    with pytest.raises(ConfigError, match="engine_id"):
+        PDConnectorScheduler(LAYOUT, PDConfig(), engine_id="x" * 300, incarnation=1, num_ranks=1)
 
 
 def test_impossible_calls_are_our_bugs() -> None:
