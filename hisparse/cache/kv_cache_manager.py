@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hisparse.cache.admission import AdmissionArithmetic, check_device_pool
+from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.coordinator import HiSparseCoordinator
-from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.core import CacheCore
 from hisparse.cache.groups import (
     HiSparseHotManager,
     HiSparseResidentManager,
     HiSparseSourceManager,
     IndexerManager,
 )
-from hisparse.cache.loads import Load, Loads
+from hisparse.cache.growth import Growth
+from hisparse.cache.loads import Loads
 from hisparse.cache.mirrors import uncover
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
@@ -33,7 +34,6 @@ from hisparse.layout import KVCacheLayout
 from hisparse.types import (
     BlockTableUpdate,
     HiSparseWorkerOutput,
-    ImportTarget,
     Landing,
     PageGenerations,
     RequestPages,
@@ -90,7 +90,6 @@ class KVCacheManager:
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)
-        self.arithmetic = AdmissionArithmetic(self.core, config)
         self.coordinator: HiSparseCoordinator | None = None
         if config.enabled:
             self.coordinator = HiSparseCoordinator(
@@ -98,8 +97,9 @@ class KVCacheManager:
                 incarnation=incarnation, deadline_s=config.transfer_deadline_s, clock=clock)
         self._offload = indexer_offload
         self._identities: dict[str, Identity] = {}
-        self._free_seats = list(range(max_seats))
-        self._order = 0
+        self._admitter = Admitter(self.core, self.residency, self.loads, AdmissionArithmetic(self.core, config),
+                                  max_seats=max_seats, offload=indexer_offload)
+        self._growth = Growth(self.core, self.residency)
         self._steps: dict[int, list[tuple[Incarnation, int]]] = {}
         self.last_command: SparseKVOffloadCommand | None = None
         """What the last `plan_step` returned, for the connector to carry."""
@@ -144,25 +144,12 @@ class KVCacheManager:
     # ------------------------------------------------------------------------------------------- pure queries
     def prefix(self, request_id: str) -> PrefixHit:
         """The longest prefix of whole pages that every group has or can load. Pure."""
-        identity = self._identity(request_id)
-        source = self.core.source
-        if source is None or not self.core.prefix_cache:
-            return PrefixHit()
-        keys = identity.keys.keys
-        host = len(source.published.prefix(keys))
-        gpu = len(self.core.indexer.cached.prefix(keys[:host]))
-        load = 0
-        if gpu < host and self._offload is not None:
-            load = min(self._offload.hit(keys, gpu), host - gpu)
-        return self._hit(gpu + load, gpu)
+        return self._admitter.prefix(self._identity(request_id))
 
     def fits(self, request_id: str, prefix: PrefixHit, *, landing: Landing | None, import_tokens: int = 0,
              chunk_tokens: int) -> Fit:
         """Whether `admit` with the same arguments finds room. Pure: changes nothing."""
-        identity = self._identity(request_id)
-        landing = self._landing(prefix, landing, import_tokens)
-        needs = self.arithmetic.needs(identity, prefix, landing, import_tokens, chunk_tokens)
-        return self.arithmetic.fit(needs, blocked=self._blocked(request_id))
+        return self._admitter.fits(self._identity(request_id), prefix, landing, import_tokens, chunk_tokens)
 
     # ------------------------------------------------------------------------------------------- life cycle
     def admit(self, request_id: str, prefix: PrefixHit, *, landing: Landing | None = None, import_tokens: int = 0,
@@ -173,58 +160,14 @@ class KVCacheManager:
         until `finish_load`. May answer None although `fits` said now: blocks that outside writers need must be quiet
         (no step or copy in flight touches them); ask again in the next pass.
         """
-        identity = self._identity(request_id)
-        if request_id in self.core.live:
-            raise InvariantError(f"request {request_id!r} is admitted already")
-        if import_tokens > identity.num_tokens:
-            raise InvariantError(f"import of {import_tokens} tokens into {request_id!r} of {identity.num_tokens} tokens")
-        if self._blocked(request_id) is not None:
-            return None
-        fresh = self.prefix(request_id)
-        pages = min(prefix.host_pages, fresh.host_pages)
-        hit = self._hit(pages, min(fresh.indexer_gpu_pages, pages))
-        landing = self._landing(hit, landing, import_tokens)
-        need = self.arithmetic.choose(self.arithmetic.needs(identity, hit, landing, import_tokens, chunk_tokens))
-        if need is None or not self._has_quiet_room(identity, hit, landing, import_tokens):
-            return None
-        self._order += 1
-        inc = Incarnation(identity=identity, seat=heapq.heappop(self._free_seats), order=self._order,
-                          target_pages=need.target_pages, window_pages=need.window_pages,
-                          host_target_pages=need.host_target_pages)
-        self.core.live[request_id] = inc
-        self._take_hit(inc, hit)
-        if landing is not None or hit.indexer_load_pages:
-            load = self.loads.begin(inc, hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
-                                    import_tokens=import_tokens)
-        else:
-            load = None
-        if need.hot and not self.residency.allocate_hot(inc):
-            raise InvariantError(f"request {request_id!r}: admission counted wrong, no hot region")
-        self.core.update_reservation(inc)
-        for page in range(hit.host_pages):
-            self.residency.adopt(inc, page, identity.keys.keys[page])
-        self.core.update_reservation(inc)
-        return self._admission(inc, hit, landing, load)
+        return self._admitter.admit(self._identity(request_id), prefix, landing, import_tokens, chunk_tokens)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Blocks for the positions [computed, computed + num_tokens). False = no room now, nothing changed for it."""
         inc = self.core.incarnation(request_id)
         if inc.loading or inc.held:
             raise InvariantError(f"request {request_id!r} cannot run: {'a load is pending' if inc.loading else 'held'}")
-        first = min(inc.valid, inc.identity.num_tokens - 1)
-        new = max(0, self.layout.pages(first + num_tokens) - inc.num_pages)
-        core = self.core
-        need = new * (1 + core.groups_per_page)
-        hot = core.hot
-        if hot is not None and inc.hot_required and not inc.has_hot:
-            if core.available_device(inc) >= hot.region_blocks + need:
-                self.residency.allocate_hot(inc)
-            elif inc.num_absent:
-                return False
-        if core.available_host(inc) < new or not self._make_room(inc, need):
-            return False
-        self._append_pages(inc, new)
-        return True
+        return self._growth.grow(inc, num_tokens)
 
     def finish_load(self, request_id: str, *, failed: bool) -> int:
         """Outcome of an import and/or indexer load, drained on every rank. Returns the tokens now valid.
@@ -393,7 +336,7 @@ class KVCacheManager:
         if core.source is not None and host_pool_lost:
             core.source.published.clear()
             core.source.pool.reset(new_incarnation)
-        self._free_seats = list(range(self.max_seats))
+        self._admitter.crash()
         self._steps.clear()
 
     def check(self) -> None:
@@ -404,8 +347,8 @@ class KVCacheManager:
         if self.coordinator is not None:
             self.coordinator.check()
         seats = [inc.seat for inc in self.core.live.values() if inc.seat >= 0]
-        if sorted(seats + self._free_seats) != list(range(self.max_seats)):
-            raise InvariantError(f"seats held {sorted(seats)} and free {sorted(self._free_seats)} are not all, once")
+        if sorted(seats + self._admitter.free_seats) != list(range(self.max_seats)):
+            raise InvariantError(f"seats held {sorted(seats)} and free {sorted(self._admitter.free_seats)} are not all, once")
 
     def stats(self) -> CacheStats:
         """Gauges and counters."""
@@ -422,108 +365,6 @@ class KVCacheManager:
         if identity is None:
             raise InvariantError(f"request {request_id!r} is not open")
         return identity
-
-    def _hit(self, pages: int, gpu_pages: int) -> PrefixHit:
-        return PrefixHit(tokens=pages * self.layout.block_size, host_pages=pages, indexer_gpu_pages=gpu_pages,
-                         indexer_load_pages=pages - gpu_pages)
-
-    def _landing(self, prefix: PrefixHit, landing: Landing | None, import_tokens: int) -> Landing | None:
-        """No import when the whole imported prefix is here already."""
-        return landing if import_tokens > prefix.tokens else None
-
-    def _blocked(self, request_id: str) -> str | None:
-        if request_id in self.loads.pending:
-            return "a load of an earlier admission has not drained"
-        if not self._free_seats:
-            return f"all {self.max_seats} seats are taken"
-        return None
-
-    def _has_quiet_room(self, identity: Identity, hit: PrefixHit, landing: Landing | None, import_tokens: int) -> bool:
-        """Writers outside the compute stream need blocks that no step or copy in flight touches. If there are too few,
-        takes readable free blocks out of use, so that they are quiet once the dispatched steps have retired."""
-        core = self.core
-        count = self.loads.quiet_blocks(hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
-                                        import_tokens=import_tokens)
-        if not count or core.all_quiet:
-            return True
-        taken = set(core.indexer.cached.prefix(identity.keys.keys[: hit.indexer_gpu_pages]))
-        quiet = core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
-        if quiet >= count:
-            return True
-        if core.clock.outstanding:
-            core.clock.mark_busy(core.pool.drop_readable(count - quiet))
-        return False
-
-    def _take_hit(self, inc: Incarnation, hit: PrefixHit) -> None:
-        """References on the hit's host and indexer blocks; pages become HOST_ONLY."""
-        core, keys = self.core, inc.identity.keys.keys[: hit.host_pages]
-        if not hit.host_pages:
-            return
-        assert core.source is not None
-        host = core.source.published.prefix(keys)
-        indexer = core.indexer.cached.prefix(keys[: hit.indexer_gpu_pages])
-        core.source.pool.touch(host)
-        core.pool.touch(indexer)
-        indexer += [0] * hit.indexer_load_pages
-        for page in range(hit.host_pages):
-            core.append_page(inc, PageEvent.HOST_HIT, indexer=indexer[page], host=host[page], resident=ABSENT)
-        core.tables.pages(inc, range(hit.host_pages))
-        inc.valid = hit.indexer_gpu_pages * self.layout.block_size
-        inc.published = inc.spill_cursor = inc.spill_target = hit.host_pages
-        inc.sealed = hit.indexer_gpu_pages
-        core.counters.prefix_hit_tokens += hit.tokens
-
-    def _admission(self, inc: Incarnation, hit: PrefixHit, landing: Landing | None, load: Load | None) -> Admission:
-        target = None
-        if landing is not None and load is not None:
-            first, size = hit.host_pages, self.layout.block_size
-            target = ImportTarget(import_id=load.id, landing=landing, pages=RequestPages(
-                first_page=first, num_tokens=load.import_tokens, indexer_blocks=tuple(inc.indexer[first:]),
-                host_blocks=tuple(inc.host[first:]),
-                resident_blocks=tuple(
-                    tuple([blocks[g] if blocks else 0 for blocks in inc.resident[first:]])
-                    for g in range(self.core.groups_per_page))))
-            if inc.num_pages != self.layout.pages(load.import_tokens) or first * size > load.import_tokens:
-                raise InvariantError(f"import of {load.import_tokens} tokens got {inc.num_pages} pages")
-        pages = slice(hit.indexer_gpu_pages, hit.host_pages)
-        return Admission(seat=inc.seat, cached_tokens=hit.tokens, import_target=target,
-                         indexer_keys=tuple(inc.identity.keys.keys[pages]), indexer_blocks=tuple(inc.indexer[pages]))
-
-    def _make_room(self, inc: Incarnation, need: int) -> bool:
-        """True if `need` device blocks are available, after giving hot regions to requests whose clean pages go then."""
-        core = self.core
-        if need <= core.available_device(inc):
-            return True
-        if core.hot is None:
-            return False
-        region = core.hot.region_blocks
-        for other in core.live.values():
-            if not other.loading:
-                self.residency.require_hot(other)
-        for other in core.live.values():
-            if other.has_hot or other.loading or other.held or core.available_device(other) < region:
-                continue
-            gain = sum(page < other.tail_start for page in other.clean_pinned) * core.groups_per_page
-            if gain > region:
-                self.residency.allocate_hot(other)
-                if need <= core.available_device(inc):
-                    return True
-        return need <= core.available_device(inc)
-
-    def _append_pages(self, inc: Incarnation, count: int) -> None:
-        if not count:
-            return
-        core = self.core
-        indexer = core.indexer.allocate(count)
-        resident = core.residents.allocate(count)
-        host = core.source.allocate(count) if core.source is not None else [0] * count
-        if indexer is None or resident is None or host is None:
-            raise InvariantError(f"request {inc.request_id!r}: {count} pages were counted as available but are not")
-        first = inc.num_pages
-        for i in range(count):
-            core.append_page(inc, PageEvent.ALLOC, indexer=indexer[i], host=host[i], resident=resident[i])
-        core.tables.pages(inc, range(first, first + count))
-        core.update_reservation(inc)
 
     def _advance(self, inc: Incarnation, rows: int, end: int) -> None:
         """A step of this request retired with `rows` rows in cache, of `end` planned."""
@@ -577,7 +418,7 @@ class KVCacheManager:
             return
         self.residency.release_hot(inc)
         self.core.tables.seat_emptied(inc)
-        heapq.heappush(self._free_seats, inc.seat)
+        self._admitter.give_back_seat(inc.seat)
         inc.seat = -1
 
     def _forget(self, inc: Incarnation) -> None:

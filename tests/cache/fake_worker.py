@@ -106,7 +106,8 @@ class FakeWorker:
                     assert (block, copy.transfer.id) in fences, f"block {block} handed out under copy {copy.transfer.id}"
                     self.read(copy)  # the compute stream waited for this copy
             if block in self.landed:  # bytes of an import came before this step ran
-                self.landed.discard(block)
+                if not self.unstarted[block]:
+                    self.landed.discard(block)
                 continue
             for row in range(self.size):
                 self.device[block, row] = POISON

@@ -240,5 +240,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert [int(g) for g in self.pool.generations[1:]] == list(self.gens.values())
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -348,7 +348,7 @@ class Lives(RuleBasedStateMachine):
 
 
 Lives.TestCase.settings = settings(
-    max_examples=int(os.environ.get("HISPARSE_LIVES", "60")), stateful_step_count=60, deadline=None,
+    max_examples=int(os.environ.get("HISPARSE_LIVES", "30")), stateful_step_count=60, deadline=None,
     report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate] + [Phase.shrink] * ("HISPARSE_SHRINK" in os.environ))
 TestLives = Lives.TestCase

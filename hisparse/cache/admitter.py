@@ -1,0 +1,160 @@
+"""Taking a request in: prefix hits, quiet room, blocks of loads, the hot region, adoption."""
+
+from __future__ import annotations
+
+import heapq
+
+from hisparse.cache.admission import AdmissionArithmetic
+from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.loads import Load, Loads
+from hisparse.cache.offload import IndexerStore
+from hisparse.cache.pages import Residency
+from hisparse.cache.request import Identity, Incarnation
+from hisparse.cache.residency import PageEvent
+from hisparse.cache.values import Admission, Fit, PrefixHit
+from hisparse.errors import InvariantError
+from hisparse.types import ImportTarget, Landing, RequestPages
+
+
+class Admitter:
+    """Answers `prefix` and `fits`, and does `admit`. Owns the free seats."""
+
+    def __init__(self, core: CacheCore, residency: Residency, loads: Loads, arithmetic: AdmissionArithmetic, *,
+                 max_seats: int, offload: IndexerStore | None) -> None:
+        self.core = core
+        self.residency = residency
+        self.loads = loads
+        self.arithmetic = arithmetic
+        self.max_seats = max_seats
+        self._offload = offload
+        self._order = 0
+        self.free_seats = list(range(max_seats))
+
+    def give_back_seat(self, seat: int) -> None:
+        heapq.heappush(self.free_seats, seat)
+
+    def crash(self) -> None:
+        """Nobody sits anywhere any more."""
+        self.free_seats = list(range(self.max_seats))
+
+    def prefix(self, identity: Identity) -> PrefixHit:
+        """The longest prefix of whole pages that every group has or can load. Pure."""
+        source = self.core.source
+        if source is None or not self.core.prefix_cache:
+            return PrefixHit()
+        keys = identity.keys.keys
+        host = len(source.published.prefix(keys))
+        gpu = len(self.core.indexer.cached.prefix(keys[:host]))
+        load = 0
+        if gpu < host and self._offload is not None:
+            load = min(self._offload.hit(keys, gpu), host - gpu)
+        return self._hit(gpu + load, gpu)
+
+    def fits(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
+             chunk_tokens: int) -> Fit:
+        """Whether `admit` finds room. Pure."""
+        landing = self._landing(prefix, landing, import_tokens)
+        needs = self.arithmetic.needs(identity, prefix, landing, import_tokens, chunk_tokens)
+        return self.arithmetic.fit(needs, blocked=self._blocked(identity.request_id))
+
+    def admit(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
+              chunk_tokens: int) -> Admission | None:
+        """Everything the request needs to reach its first step, or None and nothing has changed for it."""
+        request_id = identity.request_id
+        if request_id in self.core.live:
+            raise InvariantError(f"request {request_id!r} is admitted already")
+        if import_tokens > identity.num_tokens:
+            raise InvariantError(f"import of {import_tokens} tokens into {request_id!r} of {identity.num_tokens} tokens")
+        if self._blocked(request_id) is not None:
+            return None
+        fresh = self.prefix(identity)
+        pages = min(prefix.host_pages, fresh.host_pages)
+        hit = self._hit(pages, min(fresh.indexer_gpu_pages, pages))
+        landing = self._landing(hit, landing, import_tokens)
+        need = self.arithmetic.choose(self.arithmetic.needs(identity, hit, landing, import_tokens, chunk_tokens))
+        if need is None or not self._has_quiet_room(identity, hit, landing, import_tokens):
+            return None
+        self._order += 1
+        inc = Incarnation(identity=identity, seat=heapq.heappop(self.free_seats), order=self._order,
+                          target_pages=need.target_pages, window_pages=need.window_pages,
+                          host_target_pages=need.host_target_pages)
+        self.core.live[request_id] = inc
+        self._take_hit(inc, hit)
+        if landing is not None or hit.indexer_load_pages:
+            load = self.loads.begin(inc, hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
+                                    import_tokens=import_tokens)
+        else:
+            load = None
+        if need.hot and not self.residency.allocate_hot(inc):
+            raise InvariantError(f"request {request_id!r}: admission counted wrong, no hot region")
+        self.core.update_reservation(inc)
+        for page in range(hit.host_pages):
+            self.residency.adopt(inc, page, identity.keys.keys[page])
+        self.core.update_reservation(inc)
+        return self._admission(inc, hit, landing, load)
+
+    def _hit(self, pages: int, gpu_pages: int) -> PrefixHit:
+        return PrefixHit(tokens=pages * self.core.block_size, host_pages=pages, indexer_gpu_pages=gpu_pages,
+                         indexer_load_pages=pages - gpu_pages)
+
+    def _landing(self, prefix: PrefixHit, landing: Landing | None, import_tokens: int) -> Landing | None:
+        """No import when the whole imported prefix is here already."""
+        return landing if import_tokens > prefix.tokens else None
+
+    def _blocked(self, request_id: str) -> str | None:
+        if request_id in self.loads.pending:
+            return "a load of an earlier admission has not drained"
+        if not self.free_seats:
+            return f"all {self.max_seats} seats are taken"
+        return None
+
+    def _has_quiet_room(self, identity: Identity, hit: PrefixHit, landing: Landing | None, import_tokens: int) -> bool:
+        """Writers outside the compute stream need blocks that no step or copy in flight touches. If there are too few,
+        takes readable free blocks out of use, so that they are quiet once the dispatched steps have retired."""
+        core = self.core
+        count = self.loads.quiet_blocks(hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
+                                        import_tokens=import_tokens)
+        if not count or core.all_quiet:
+            return True
+        taken = set(core.indexer.cached.prefix(identity.keys.keys[: hit.indexer_gpu_pages]))
+        quiet = core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
+        if quiet >= count:
+            return True
+        if core.clock.outstanding:
+            core.clock.mark_busy(core.pool.drop_readable(count - quiet))
+        return False
+
+    def _take_hit(self, inc: Incarnation, hit: PrefixHit) -> None:
+        """References on the hit's host and indexer blocks; pages become HOST_ONLY."""
+        core, keys = self.core, inc.identity.keys.keys[: hit.host_pages]
+        if not hit.host_pages:
+            return
+        assert core.source is not None
+        host = core.source.published.prefix(keys)
+        indexer = core.indexer.cached.prefix(keys[: hit.indexer_gpu_pages])
+        core.source.pool.touch(host)
+        core.pool.touch(indexer)
+        indexer += [0] * hit.indexer_load_pages
+        for page in range(hit.host_pages):
+            core.append_page(inc, PageEvent.HOST_HIT, indexer=indexer[page], host=host[page], resident=ABSENT)
+        core.tables.pages(inc, range(hit.host_pages))
+        inc.valid = hit.indexer_gpu_pages * self.core.block_size
+        inc.published = inc.spill_cursor = inc.spill_target = hit.host_pages
+        inc.sealed = hit.indexer_gpu_pages
+        core.counters.prefix_hit_tokens += hit.tokens
+
+    def _admission(self, inc: Incarnation, hit: PrefixHit, landing: Landing | None, load: Load | None) -> Admission:
+        target = None
+        if landing is not None and load is not None:
+            first, size = hit.host_pages, self.core.block_size
+            target = ImportTarget(import_id=load.id, landing=landing, pages=RequestPages(
+                first_page=first, num_tokens=load.import_tokens, indexer_blocks=tuple(inc.indexer[first:]),
+                host_blocks=tuple(inc.host[first:]),
+                resident_blocks=tuple(
+                    tuple([blocks[g] if blocks else 0 for blocks in inc.resident[first:]])
+                    for g in range(self.core.groups_per_page))))
+            if inc.num_pages != self.core.layout.pages(load.import_tokens) or first * size > load.import_tokens:
+                raise InvariantError(f"import of {load.import_tokens} tokens got {inc.num_pages} pages")
+        pages = slice(hit.indexer_gpu_pages, hit.host_pages)
+        return Admission(seat=inc.seat, cached_tokens=hit.tokens, import_target=target,
+                         indexer_keys=tuple(inc.identity.keys.keys[pages]), indexer_blocks=tuple(inc.indexer[pages]))
