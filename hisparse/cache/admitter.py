@@ -33,6 +33,13 @@ class Admitter:
     def give_back_seat(self, seat: int) -> None:
         heapq.heappush(self.free_seats, seat)
 
+    def take_seat(self, identity: Identity) -> Incarnation:
+        """A new admission that holds nothing but a seat; the caller saw a free one."""
+        self._order += 1
+        inc = Incarnation(identity=identity, seat=heapq.heappop(self.free_seats), order=self._order)
+        self.core.live[identity.request_id] = inc
+        return inc
+
     def crash(self) -> None:
         """Nobody sits anywhere any more."""
         self.free_seats = list(range(self.max_seats))
@@ -74,11 +81,9 @@ class Admitter:
         need = self.arithmetic.choose(self.arithmetic.needs(identity, hit, landing, import_tokens, chunk_tokens))
         if need is None or not self._has_quiet_room(identity, hit, landing, import_tokens):
             return None
-        self._order += 1
-        inc = Incarnation(identity=identity, seat=heapq.heappop(self.free_seats), order=self._order,
-                          target_pages=need.target_pages, window_pages=need.window_pages,
-                          host_target_pages=need.host_target_pages)
-        self.core.live[request_id] = inc
+        inc = self.take_seat(identity)
+        inc.target_pages, inc.window_pages = need.target_pages, need.window_pages
+        inc.host_target_pages = need.host_target_pages
         self._take_hit(inc, hit)
         if landing is not None or hit.indexer_load_pages:
             load = self.loads.begin(inc, hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,

@@ -11,6 +11,7 @@ from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.coordinator import HiSparseCoordinator
 from hisparse.cache.core import CacheCore
+from hisparse.cache.fork import Fork
 from hisparse.cache.groups import (
     HiSparseHotManager,
     HiSparseResidentManager,
@@ -161,6 +162,31 @@ class KVCacheManager:
         (no step or copy in flight touches them); ask again in the next pass.
         """
         return self._admitter.admit(self._identity(request_id), prefix, landing, import_tokens, chunk_tokens)
+
+    def fork(self, request_id: str, child_id: str, *, max_tokens: int) -> Admission | None:
+        """Opens and admits `child_id` with the tokens and rows of a running request; None = no room, nothing opened.
+
+        Durable pages are shared; the others are copied before the next step's first kernel. The child's
+        `cached_tokens` are the parent's valid rows; equal to its length, its last token is replayed.
+
+        Raises:
+            InvariantError: HiSparse is off, or the parent is loading, held, or not admitted.
+        """
+        parent = self.core.incarnation(request_id)
+        if self.coordinator is None or parent.loading or parent.held:
+            raise InvariantError(f"request {request_id!r} cannot be forked now")
+        if child_id in self._identities:
+            raise InvariantError(f"request {child_id!r} is open already")
+        fork = Fork(self.core, self.residency, self.coordinator)
+        if not self._admitter.free_seats or not fork.room(parent):
+            return None
+        keys = parent.identity.keys.copy()
+        identity = Identity(request_id=child_id, keys=keys, num_prompt_tokens=keys.num_tokens, max_tokens=max_tokens,
+                            max_rows=min(keys.num_tokens + max_tokens - 1, self.max_model_len))
+        self._identities[child_id] = identity
+        child = self._admitter.take_seat(identity)
+        fork.fill(parent, child)
+        return Admission(seat=child.seat, cached_tokens=child.valid)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Blocks for the positions [computed, computed + num_tokens). False = no room now, nothing changed for it."""

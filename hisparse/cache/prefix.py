@@ -56,6 +56,12 @@ class PageKeys:
         self._parent = root
         self._tail: list[int] = []
 
+    def copy(self) -> PageKeys:
+        """An independent chain with the same tokens so far."""
+        other = PageKeys(self.block_size, self._parent, enabled=self.enabled)
+        other.keys, other.num_tokens, other._tail = list(self.keys), self.num_tokens, list(self._tail)
+        return other
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends tokens; hashes every page that became full."""
         self.num_tokens += len(token_ids)

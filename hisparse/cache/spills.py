@@ -12,7 +12,7 @@ from hisparse.cache.pages import Residency
 from hisparse.cache.publication import Publication
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import PageEvent, PageState
-from hisparse.errors import InvariantError
+from hisparse.errors import InvariantError, TransferError
 from hisparse.types import AckKind, SparseKVPageTransfer, TransferAck
 
 
@@ -169,7 +169,7 @@ class Spills:
         """One worker's word. Repeated ones and those of an older incarnation are counted, otherwise ignored.
 
         Raises:
-            InvariantError: an id that was never sent.
+            InvariantError: an id that was never sent. TransferError: a page copy failed (steps already read it).
         """
         core = self.core
         if ack.incarnation != self.incarnation:
@@ -229,6 +229,9 @@ class Spills:
                 self.publication.advance(inc)
         if core.source is not None:
             core.source.pool.free(transfer.host_blocks)
+        if transfer.kind is TransferKind.PAGE_COPY and transfer.failed:
+            raise TransferError(
+                f"page copy {transfer.id} (page {page} of {inc.request_id!r}) failed; its worker must be replaced")
 
     def overdue(self) -> tuple[tuple[int, int], ...]:
         """(rank, transfer id) of sent transfers not done within the deadline.

@@ -67,6 +67,8 @@ class FakeWorker:
     """Device blocks named by commands received and not yet started."""
     landed: set[int] = field(default_factory=set)
     """Device blocks that outside writers filled, until the command that named them has run."""
+    page_copies: list[int] = field(default_factory=list)
+    """Copies done and not reported yet."""
     commands: int = 0
 
     @property
@@ -126,6 +128,17 @@ class FakeWorker:
                 held.clear()
             elif reset.from_position >= 0:
                 held -= {position for position in held if position >= reset.from_position}
+        for copy in command.page_copies:
+            for source, destination in copy.device_pairs:
+                for row in range(copy.num_rows):
+                    self.device[destination, row] = self.device[source, row]
+            if copy.host_pair is not None:
+                source, destination = copy.host_pair
+                for row in range(copy.num_rows):
+                    if self.masks.get(source, 0) >> row & 1:
+                        self.host[destination, row] = self.host[source, row]
+                        self.masks[destination] |= 1 << row
+            self.page_copies.append(copy.id)
         self.mirrors = {
             (span.seat, span.first_page + i): block
             for span in command.mirrors for i, block in enumerate(span.host_blocks) if block >= 0
@@ -191,11 +204,16 @@ class FakeWorker:
             self.acks.append(self.ack(transfer_id, AckKind.COMPLETED, self.masks[copy.transfer.host_block]))
 
     def complete_all(self, rng: random.Random | None = None) -> None:
+        self.report_page_copies()
         ids = list(self.copies)
         if rng is not None:
             rng.shuffle(ids)
         for transfer_id in ids:
             self.complete(transfer_id)
+
+    def report_page_copies(self) -> None:
+        self.acks += [self.ack(transfer_id, AckKind.COMPLETED) for transfer_id in self.page_copies]
+        self.page_copies.clear()
 
     def ack(self, transfer_id: int, kind: AckKind, mask: int = 0) -> TransferAck:
         return TransferAck(incarnation=self.incarnation, rank=self.rank, transfer_id=transfer_id, kind=kind, row_mask=mask)

@@ -222,6 +222,27 @@ class Lives(RuleBasedStateMachine):
         store.pages[key] = [self.worker.device[block, row] for row in range(4)]
         self.m.unpin_indexer([block])
 
+    @precondition(lambda self: len(self.h.reqs) < 6)
+    @rule(max_tokens=st.integers(1, 6))
+    def fork(self, max_tokens: int) -> None:
+        parent = self.pick("running")
+        if parent is None or self.in_flight(parent) or len(parent.tokens) + max_tokens > MAX_LEN:
+            return
+        self.count += 1
+        name = f"r{self.count}"
+        before = self.m.stats()
+        admission = self.m.fork(parent.request_id, name, max_tokens=max_tokens)
+        if admission is None:
+            assert self.m.stats() == before
+            return
+        self.h.reqs[name] = Req(name, list(parent.tokens), max_tokens, len(parent.tokens), parent.extra, "running",
+                                admission.cached_tokens, admission.seat)
+        self.admissions[name] = 1
+
+    @rule()
+    def report_page_copies(self) -> None:
+        self.worker.report_page_copies()
+
     # ------------------------------------------------------------------------------------------- copies
     @rule(fail=st.integers(0, 5))
     def complete(self, fail: int) -> None:

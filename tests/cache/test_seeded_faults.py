@@ -20,9 +20,9 @@ from hisparse.types import Landing
 from tests.cache.test_coordinator_machine import Lives
 
 MOVES = ("arrive", "admit", "load_done", "end_request", "preempt", "dispatch", "execute", "retire", "complete", "hear",
-         "hear_again", "hold", "store_done")
-CALM = (4, 6, 4, 1, 1, 9, 9, 9, 7, 7, 1, 1, 2)
-HECTIC = (8, 14, 9, 4, 2, 9, 5, 7, 7, 7, 1, 1, 2)
+         "hear_again", "hold", "store_done", "fork", "report_page_copies")
+CALM = (4, 6, 4, 1, 1, 9, 9, 9, 7, 7, 1, 1, 2, 2, 3)
+HECTIC = (8, 14, 9, 4, 2, 9, 5, 7, 7, 7, 1, 1, 2, 2, 3)
 """Requests come and go while steps are in flight."""
 
 
@@ -56,7 +56,9 @@ def live(seed: int, steps: int = 250) -> None:
             lives.hold()
         elif move == "store_done" and lives.h.store is not None and lives.h.store.stores:
             lives.store_done()
-        elif move in ("preempt", "hear"):
+        elif move == "fork" and len(lives.h.reqs) < 6:
+            lives.fork(max_tokens=rng.randint(1, 6))
+        elif move in ("preempt", "hear", "report_page_copies"):
             getattr(lives, move)()
         lives.laws()
     lives.teardown()

@@ -1,0 +1,96 @@
+"""Copy-on-write: a child request that starts with the rows of a running one (`n > 1`)."""
+
+from __future__ import annotations
+
+from hisparse.cache.coordinator import HiSparseCoordinator
+from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.pages import Residency
+from hisparse.cache.request import Incarnation
+from hisparse.cache.residency import DURABLE, PageEvent
+from hisparse.cache.spills import TransferKind
+from hisparse.types import PageCopy
+
+
+class Fork:
+    """Shares the parent's durable pages and copies the others, so that no row is ever written to a shared page."""
+
+    def __init__(self, core: CacheCore, residency: Residency, coordinator: HiSparseCoordinator) -> None:
+        self.core = core
+        self.residency = residency
+        self.coordinator = coordinator
+
+    def num_shared_pages(self, parent: Incarnation) -> int:
+        """The longest run of durable pages from the first one on."""
+        page = 0
+        while page < parent.num_pages and parent.states[page] in DURABLE:
+            page += 1
+        return page
+
+    def room(self, parent: Incarnation) -> bool:
+        """Pure: whether the copies, and a hot region if the parent has one, fit now."""
+        core = self.core
+        copies = core.layout.pages(parent.valid) - self.num_shared_pages(parent)
+        region = core.hot.region_blocks if parent.has_hot and core.hot is not None else 0
+        return (core.available_device() >= copies * (1 + core.groups_per_page) + region
+                and core.available_host() >= copies)
+
+    def fill(self, parent: Incarnation, child: Incarnation) -> None:
+        """Gives the child every page below the parent's valid rows; the caller checked `room`."""
+        core = self.core
+        assert core.source is not None
+        shared = self.num_shared_pages(parent)
+        core.pool.touch(parent.indexer[:shared])
+        core.source.pool.touch(parent.host[:shared])
+        for page in range(shared):
+            core.append_page(child, PageEvent.HOST_HIT, indexer=parent.indexer[page], host=parent.host[page],
+                             resident=ABSENT)
+        child.published = min(parent.published, shared)
+        child.sealed = child.spill_cursor = child.spill_target = shared
+        child.valid = parent.valid
+        end = core.layout.pages(parent.valid)
+        indexer = core.indexer.allocate(end - shared)
+        resident = core.residents.allocate(end - shared)
+        host = core.source.allocate(end - shared)
+        assert indexer is not None and resident is not None and host is not None
+        for i, page in enumerate(range(shared, end)):
+            core.append_page(child, PageEvent.FORK, indexer=indexer[i], host=host[i], resident=resident[i])
+            self._copy(parent, child, page)
+        core.tables.pages(child, range(end))
+        if parent.has_hot:
+            self.residency.allocate_hot(child)
+        for page in range(shared):
+            self._share(parent, child, page)
+
+    def _share(self, parent: Incarnation, child: Incarnation, page: int) -> None:
+        """A resident durable page of the parent is also read by the child: loose if it has a region, else pinned."""
+        core, shared = self.core, parent.shared.get(page)
+        if shared is None:
+            return
+        if child.has_hot:
+            core.move(child, page, PageEvent.ADOPT_LOOSE)
+            shared.owners[child, page] = None
+            core.pool.watch([b for b in shared.blocks if not core.pool.is_free(b)], shared.on_reuse)
+        else:
+            core.pool.touch(shared.blocks)
+            core.move(child, page, PageEvent.ADOPT_PINNED)
+        child.shared[page] = shared
+        core.set_resident(child, page, shared.blocks)
+
+    def _copy(self, parent: Incarnation, child: Incarnation, page: int) -> None:
+        """Both ends stay pinned until every rank has reported."""
+        core = self.core
+        assert core.source is not None
+        size = core.block_size
+        rows = min(size, parent.valid - page * size)
+        pairs = ((parent.indexer[page], child.indexer[page]),
+                 *zip(parent.resident[page], child.resident[page], strict=True))
+        # Host rows of an unsealed page are mirrored as they are written; a sealed one is spilled by the child itself.
+        host_pair = (parent.host[page], child.host[page]) if rows < size else None
+        device_blocks = tuple(block for pair in pairs for block in pair)
+        core.pool.touch(device_blocks)
+        if host_pair is not None:
+            core.source.pool.touch(host_pair)
+        spills = self.coordinator.spills
+        transfer = spills.issue(TransferKind.PAGE_COPY, child, page, host_blocks=host_pair or (),
+                                device_blocks=device_blocks, num_workers=spills.num_ranks)
+        self.coordinator.add_page_copy(PageCopy(id=transfer.id, device_pairs=pairs, host_pair=host_pair, num_rows=rows))
