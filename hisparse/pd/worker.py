@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from hisparse.pd.transport import Transport
 START_TIMEOUT_S = 120.0
 DRAIN_S = 1.0
 """A READ past its deadline gets this long to end by itself before its endpoint is closed."""
+
+_log = logging.getLogger(__name__)
 
 
 class PDConnectorWorker:
@@ -39,10 +42,15 @@ class PDConnectorWorker:
         self._rank, self._incarnation = rank, incarnation
         memory = LocalMemory(layout, cache, host_pool)
 
+        if config.verify != "off":
+            _log.warning("pd.verify = %s has no effect: pages are checked by generation, not by checksum", config.verify)
+        serves_only = config.role == "prefill"  # imports nothing, so it needs no staging worth the memory
+
         def make_importer(transport: Transport) -> Importer:
-            return Importer(memory, transport, rank=rank, host_writer=host_writer, staging_slots=config.staging_slots,
-                            slot_pages=config.staging_slot_pages, direct=config.landing_path == "direct",
-                            drain_s=DRAIN_S, clock=clock)
+            return Importer(memory, transport, rank=rank, host_writer=host_writer,
+                            staging_slots=1 if serves_only else config.staging_slots,
+                            slot_pages=1 if serves_only else config.staging_slot_pages,
+                            direct=config.landing_path == "direct", drain_s=DRAIN_S, clock=clock)
 
         self._thread = TransferThread(
             memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S,

@@ -177,7 +177,8 @@ def test_nothing_to_read_is_loaded_at_once_and_released() -> None:
 
 def test_failed_rank_cancels_the_others_and_fails_when_all_are_drained() -> None:
     prefill, decode = Engine("p"), Engine("d", num_ranks=3)
-    decode.pd.add_remote("d-1", prefill.grant("p-1"))
+    first = prefill.grant("p-1")
+    decode.pd.add_remote("d-1", first)
     decode.pd.choose_landing("d-1", False, True)
     decode.pd.start_import("d-1", target())
     (plan,) = decode.build().imports
@@ -188,6 +189,7 @@ def test_failed_rank_cancels_the_others_and_fails_when_all_are_drained() -> None
     assert events.failed == {"d-1": "rank 1: generation: why"} and not events.loaded
     assert decode.pd.stats().imports_failed == {"generation": 1}
     assert decode.pd.remote_tokens("d-1") == 0, "given up: the policy decides now"
+    assert sent(decode.build()) == [("release", first["lease_id"])], "prefill need not wait for the lease to run out"
     with pytest.raises(InvariantError, match="failed"):
         decode.pd.start_import("d-1", target())
     decode.pd.add_remote("d-1", prefill.grant("p-2"))
