@@ -185,8 +185,14 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
     """The running service of this configuration on a Ray cluster that is there already; ends with the block.
 
     Raises:
-        HiSparseError: a replica could not start; with its reason.
+        HiSparseError: Serve runs there already (its apps and its port are not ours to change), or a replica could not
+            start; with the reason.
     """
+    running = serve.status()
+    if running.proxies or running.applications:
+        names = ", ".join(sorted(running.applications)) or "no application"
+        raise HiSparseError(f"Ray Serve already runs on this cluster ({names}); use 'serve deploy' with a Serve file to add "
+                            "this service to it, or end it with 'serve shutdown'")
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
     try:

@@ -16,13 +16,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Two CPUs, as small as the machines the defaults are for. Workers import the tests' fakes from the repository."""
+def cluster() -> Iterator[str]:
+    """Its address. Two CPUs, as small as the machines the defaults are for.
+
+    Workers import the tests' fakes from the repository.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, namespace="hisparse", log_to_driver=False)
-    yield
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="hisparse", log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -34,6 +34,10 @@ class Service:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:
             return dict(json.load(response))
 
+    def pools(self) -> list[Path]:
+        """Files of the engines' shared host pools."""
+        return [Path(item["host_pool"]) for item in self.get("/stats")["engines"]]
+
     def engines(self) -> dict[str, dict[str, Any]]:
         """Statistics by role, with the outcome of the conservation laws."""
         return {item["role"]: item for item in self.get("/stats?check=1")["engines"]}
@@ -59,8 +63,3 @@ def run_service(**changes: dict[str, Any]) -> Iterator[Service]:
     with serving(config, port=port):
         url = f"http://127.0.0.1:{port}"
         yield Service(url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90))
-
-
-def pool_files() -> list[Path]:
-    """Shared host pools of served engines (others on this machine have names of their own)."""
-    return sorted(path for role in ("prefill", "decode", "colocated") for path in Path("/dev/shm").glob(f"hisparse-{role}-*"))

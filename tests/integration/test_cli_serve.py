@@ -10,18 +10,16 @@ import sys
 from pathlib import Path
 
 import openai
-import pytest
 
+from hisparse.cli import free_port
 from hisparse.testing.recall_documents import build_recall_document
-from tests.integration.service import pool_files
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.usefixtures("cluster")
-def test_serve_until_ctrl_c() -> None:
+def test_serve_until_ctrl_c(cluster: str) -> None:
     command = [sys.executable, "-m", "hisparse.cli"]
-    environment = os.environ | {"RAY_ADDRESS": "auto"}
+    environment = os.environ | {"RAY_ADDRESS": cluster}
     with subprocess.Popen(
         [*command, "serve", "deploy/ray/local.yaml", "--json", "--set", "serve.port=0", "--set", "cache.device_blocks=320"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -38,11 +36,32 @@ def test_serve_until_ctrl_c() -> None:
             status = subprocess.run([*command, "status", "--url", url.removesuffix("/v1"), "--check", "--json"], cwd=ROOT,
                                     capture_output=True, text=True)
             assert status.returncode == 0, status.stderr
-            assert {engine["check"] for engine in json.loads(status.stdout)["engines"]} == {"ok"}
+            engines = json.loads(status.stdout)["engines"]
+            assert [engine["check"] for engine in engines] == ["ok", "ok"]
+            assert all(Path(engine["host_pool"]).exists() for engine in engines)
             server.send_signal(signal.SIGINT)
             _, errors = server.communicate(timeout=90)
         finally:
             server.kill()
     assert server.returncode == 0, errors
     assert errors.splitlines()[-1] == "stopped" and "Traceback" not in errors
-    assert pool_files() == []
+    assert not any(Path(engine["host_pool"]).exists() for engine in engines)
+
+
+def test_a_serve_instance_that_runs_already_is_left_alone(cluster: str) -> None:
+    from ray import serve
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Other:
+        def __call__(self) -> str:
+            return "other"
+
+    serve.start(http_options={"host": "127.0.0.1", "port": free_port("127.0.0.1")})
+    try:
+        handle = serve.run(Other.bind(), name="other", route_prefix="/other")
+        done = subprocess.run([sys.executable, "-m", "hisparse.cli", "serve", "--model", "recall"], cwd=ROOT,
+                              env=os.environ | {"RAY_ADDRESS": cluster}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "already runs on this cluster (other)" in done.stderr
+        assert handle.remote().result() == "other"
+    finally:
+        serve.shutdown()

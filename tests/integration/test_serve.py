@@ -17,7 +17,7 @@ from hisparse.checkpoints import recall_checkpoint
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.testing.recall_documents import RecallDocument, build_recall_document
 from hisparse.testing.reference_decode import ReferenceModel
-from tests.integration.service import Service, pool_files, run_service
+from tests.integration.service import Service, run_service
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("cluster")
 def service(cluster: None) -> Iterator[Service]:
     with run_service() as running:
         yield running
-    assert pool_files() == [], "a clean shutdown leaves nothing in /dev/shm"
+        pools = running.pools()
+        assert len(pools) == 2 and all(pool.exists() for pool in pools)
+    assert not any(pool.exists() for pool in pools), "a clean shutdown leaves nothing in /dev/shm"
 
 
 def document(seed: int, tokens: int = 700) -> RecallDocument:
@@ -175,6 +177,7 @@ def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Servic
 
 
 def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_replaced(service: Service) -> None:
+    before = service.pools()
     stream = service.client.completions.create(
         model="recall", prompt=document(6).prompt, max_tokens=1000, temperature=0, stream=True,
         extra_body={"ignore_eos": True})
@@ -188,7 +191,7 @@ def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_re
     asked = document(8)
     assert asked.is_answer(ask(service, asked.prompt).choices[0].text)
     assert_nothing_is_held(service)
-    assert len(pool_files()) == 2, "the pool of the dead engine is gone"
+    assert not any(pool.exists() for pool in set(before) - set(service.pools())), "the dead engine's pool is gone"
 
 
 def wait_until_healthy(service: Service, timeout_s: float = 180.0) -> None:
