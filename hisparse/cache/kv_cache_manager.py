@@ -311,6 +311,8 @@ class KVCacheManager:
         inc = self.core.incarnation(request_id)
         if inc.loading:
             raise InvariantError(f"request {request_id!r} cannot be held while a load is pending")
+        if self.coordinator is not None and self.coordinator.spills.awaits_copy(inc):
+            raise InvariantError(f"request {request_id!r} cannot be held before its forked pages are filled")
         if not inc.held:
             self._leave_seat(inc)
             inc.held = True

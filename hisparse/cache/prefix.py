@@ -67,15 +67,18 @@ class PageKeys:
         self.num_tokens += len(token_ids)
         if not self.enabled:
             return
-        self._tail.extend(token_ids)
-        num_full = len(self._tail) // self.block_size
-        if not num_full:
+        if len(self._tail) + len(token_ids) < self.block_size:
+            self._tail.extend(token_ids)
             return
-        data = np.array(self._tail[: num_full * self.block_size], dtype="<i8").tobytes()
+        tokens = [*self._tail, *token_ids] if self._tail else token_ids
+        num_hashed = len(tokens) // self.block_size * self.block_size
+        data = np.array(tokens[:num_hashed], dtype="<i8").tobytes()
         page_bytes = self.block_size * 8
         parent, sha256 = self._parent, hashlib.sha256
         for first in range(0, len(data), page_bytes):
-            parent = sha256(parent + data[first : first + page_bytes]).digest()
+            digest = sha256(parent)
+            digest.update(data[first : first + page_bytes])
+            parent = digest.digest()
             self.keys.append(parent)
         self._parent = parent
-        del self._tail[: num_full * self.block_size]
+        self._tail = list(tokens[num_hashed:])

@@ -233,6 +233,10 @@ class Spills:
             raise TransferError(
                 f"page copy {transfer.id} (page {page} of {inc.request_id!r}) failed; its worker must be replaced")
 
+    def awaits_copy(self, inc: Incarnation) -> bool:
+        """A page copy into this request's pages has not been reported by every rank."""
+        return any(t.kind is TransferKind.PAGE_COPY and t.inc is inc for t in self.transfers.values())
+
     def overdue(self) -> tuple[tuple[int, int], ...]:
         """(rank, transfer id) of sent transfers not done within the deadline.
 

@@ -274,6 +274,11 @@ class Lives(RuleBasedStateMachine):
         req = self.pick("running")
         if req is None or self.in_flight(req):
             return
+        assert self.m.coordinator is not None
+        if self.m.coordinator.spills.awaits_copy(self.m.core.live[req.request_id]):
+            with pytest.raises(InvariantError, match="before its forked pages are filled"):
+                self.m.hold(req.request_id)
+            return
         pages, generations = self.m.hold(req.request_id)
         req.state = "held"
         self.held[req.request_id] = (req, pages, generations)
