@@ -80,7 +80,6 @@ class PDConfig(_Section):
     staging_slots: int = Field(4, ge=1, description="Slots of the staging pool for HOST landings.")
     staging_slot_pages: int = Field(8, ge=1, description="Whole pages per staging slot.")
     landing_path: Literal["staged", "direct"] = "staged"
-    verify: Literal["off", "checksum"] = "off"
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     max_retries: int = Field(3, ge=0, description="Prefill retries before the first token.")
     local_prefill_tokens: int = Field(16384, ge=0, description="Prompt tokens a decode engine may recompute at once "

@@ -44,7 +44,8 @@ STEP_TIMEOUT_S = 300.0
 class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
     """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
 
-    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any]) -> int: ...
+    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *, num_prompt_tokens: int) -> int: ...
+    def reject_remote(self, kv_transfer_params: Any, reason: str) -> None: ...
     def release_request(self, request_id: str) -> None: ...
 
 
@@ -147,11 +148,16 @@ class EngineCore:
         """
         if self._dead:
             raise EngineDeadError(self._dead)
-        self._validate(request_id, prompt_token_ids, sampling)
-        if do_remote_decode and (self.pd is None or self.config.pd.role != "prefill"):
-            raise RequestError("this engine is no prefill engine (pd.role); do_remote_decode is not possible here")
-        self.cache.open(request_id, prompt_token_ids, extra_keys=ExtraKeys(cache_salt=cache_salt),
-                        max_tokens=sampling.max_tokens)
+        try:
+            self._validate(request_id, prompt_token_ids, sampling)
+            if do_remote_decode and (self.pd is None or self.config.pd.role != "prefill"):
+                raise RequestError("this engine is no prefill engine (pd.role); do_remote_decode is not possible here")
+            self.cache.open(request_id, prompt_token_ids, extra_keys=ExtraKeys(cache_salt=cache_salt),
+                            max_tokens=sampling.max_tokens)
+        except RequestError as error:
+            if kv_transfer_params is not None and self.pd is not None:
+                self.pd.reject_remote(kv_transfer_params, str(error))
+            raise
         request = Request(
             request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
             sampling=sampling, arrival=next(self._arrivals), priority=priority, do_remote_decode=do_remote_decode,
@@ -161,7 +167,7 @@ class EngineCore:
             try:
                 if self.pd is None:
                     raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
-                self.pd.add_remote(request_id, kv_transfer_params)
+                self.pd.add_remote(request_id, kv_transfer_params, num_prompt_tokens=len(prompt_token_ids))
             except (ProtocolError, TransferError) as error:
                 if self.config.pd.kv_load_failure_policy == "fail":
                     self.cache.close(request_id)

@@ -42,8 +42,6 @@ class PDConnectorWorker:
         self._rank, self._incarnation = rank, incarnation
         memory = LocalMemory(layout, cache, host_pool)
 
-        if config.verify != "off":
-            _log.warning("pd.verify = %s has no effect: pages are checked by generation, not by checksum", config.verify)
         serves_only = config.role == "prefill"  # imports nothing, so it needs no staging worth the memory
 
         def make_importer(transport: Transport) -> Importer:
