@@ -26,13 +26,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 
 def test_dry_run_prints_configuration_and_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "serve", str(LOCAL), "--dry-run", "--json", "--set", "serve.api_keys=[secret]",
-               "--set", "cache.device_blocks=100") == 0
+               "--set", "cache.device_blocks=200") == 0
     text = capsys.readouterr().out
     data = json.loads(text)
-    assert data["config"]["cache"]["device_blocks"] == 100 and "secret" not in text
+    assert data["config"]["cache"]["device_blocks"] == 200 and "secret" not in text
     prefill, decode = data["memory"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
-    assert decode["device_bytes"] == 100 * 64 * 3 * 256 and decode["kv_bytes_per_token"] == 6 * 96 * 4
+    assert decode["device_bytes"] == 200 * 64 * 3 * 256 and decode["kv_bytes_per_token"] == 6 * 96 * 4
     assert run(monkeypatch, "serve", "--model", "recall", "--dry-run") == 0
     assert "host pool" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hisparse.cache.admission import check_device_pool
 from hisparse.config import HiSparseConfig, host_blocks, hot_rows, model_shape
 from hisparse.layout import KVCacheLayout
 
@@ -43,6 +44,8 @@ class MemoryPlan:
         shape = model_shape(config.model)
         layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype)
         length, groups = config.model.max_model_len, layout.num_resident_groups
+        check_device_pool(layout, config.cache, max_model_len=length,
+                          max_query_tokens=config.scheduler.prefill_chunk_tokens)
         usable = config.cache.device_blocks - 1
         num_host = host_blocks(config.cache, layout, length)
         rows = hot_rows(config.cache, layout) if config.cache.enabled else 0

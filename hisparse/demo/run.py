@@ -103,7 +103,8 @@ def _ask(console: Console, url: str, prompts: Sequence[DemoPrompt]) -> tuple[lis
     later = [prompt for prompt in prompts if prompt.shares_with is not None]
 
     def say(answer: Answer) -> None:
-        console.print(f"  {answer.prompt.name}: {answer.error or repr(answer.text.strip()[:24])}", highlight=False, markup=False)
+        said = answer.error or repr(answer.text.strip()[:24])
+        console.print(f"  {answer.prompt.name}: {said}", highlight=False, markup=False)
 
     answers = ask_all(f"{url}/v1", "recall", first, later=later, max_tokens=MAX_TOKENS, on_done=say)
     return answers, _settled_stats(url)

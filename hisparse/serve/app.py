@@ -199,10 +199,21 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         try:
             serve.run(application, name=name, route_prefix="/")
         except RuntimeError as error:
-            raise HiSparseError(f"the service did not start: {error}") from error
+            raise HiSparseError(f"the service did not start: {_why(name) or error}") from error
         yield
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _why(name: str) -> str:
+    """Why the deployments of an application failed: the last line of each replica's traceback."""
+    application = serve.status().applications.get(name)
+    reasons = []
+    for deployment, item in sorted(application.deployments.items() if application is not None else ()):
+        errors = [line for line in item.message.splitlines() if "Error: " in line and not line.startswith(" ")]
+        if errors:
+            reasons.append(f"{deployment}: {errors[-1].partition('Error: ')[2]}")
+    return "; ".join(reasons)
 
 
 def _deploy(cls: Any, name: str, **options: Any) -> serve.Deployment:

@@ -67,6 +67,7 @@ def test_colocated() -> None:
     ({"model": {"path": "recall"}, "serve": {"replicas": 2}}, "serve.replicas: unknown key"),
     ({"model": {"path": "recall"}, "cache": {"host_pool_gib": 0.001}}, "host_pool_gib"),
     ({"model": {"path": "recall"}, "prefill": {"cache": {"hot_rows": 1}}}, "hot_rows"),
+    ({"model": {"path": "recall"}, "cache": {"device_blocks": 80}}, "device_blocks = 80 cannot hold one request"),
 ])
 def test_impossible_configurations_fail_before_anything_starts(args: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
