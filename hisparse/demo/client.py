@@ -31,30 +31,30 @@ class Answer:
         return (self.completion_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
 
 
-def ask_all(base_url: str, model: str, prompts: Sequence[DemoPrompt], *, max_tokens: int,
+def ask_all(base_url: str, model: str, prompts: Sequence[DemoPrompt], *,
             on_done: Callable[[Answer], None] | None = None, later: Sequence[DemoPrompt] = ()) -> list[Answer]:
     """Asks every prompt of `prompts` concurrently, then those of `later`; in the order given."""
-    return asyncio.run(_ask_all(base_url, model, prompts, later, max_tokens, on_done))
+    return asyncio.run(_ask_all(base_url, model, prompts, later, on_done))
 
 
-async def _ask_all(base_url: str, model: str, prompts: Sequence[DemoPrompt], later: Sequence[DemoPrompt], max_tokens: int,
+async def _ask_all(base_url: str, model: str, prompts: Sequence[DemoPrompt], later: Sequence[DemoPrompt],
                    on_done: Callable[[Answer], None] | None) -> list[Answer]:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key="unused", timeout=240.0, max_retries=0) as client:
         answers: list[Answer] = []
         for group in (prompts, later):
-            answers += await asyncio.gather(*(_ask(client, model, prompt, max_tokens, on_done) for prompt in group))
+            answers += await asyncio.gather(*(_ask(client, model, prompt, on_done) for prompt in group))
         return answers
 
 
-async def _ask(client: Any, model: str, prompt: DemoPrompt, max_tokens: int,
+async def _ask(client: Any, model: str, prompt: DemoPrompt,
                on_done: Callable[[Answer], None] | None) -> Answer:
     answer = Answer(prompt=prompt)
     began = time.perf_counter()
     try:
         stream = await client.completions.create(
-            model=model, prompt=prompt.text, max_tokens=max_tokens, temperature=0, stream=True,
+            model=model, prompt=prompt.text, max_tokens=prompt.max_tokens, temperature=0, stream=True,
             stream_options={"include_usage": True}, extra_body={"ignore_eos": True, "return_token_ids": True},
         )
         async for chunk in stream:

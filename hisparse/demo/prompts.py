@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from hisparse.testing.recall_documents import QUESTION_FORMS, build_recall_document
 
-BUDGETS_TOKENS = (560, 900, 1300, 1700, 2100, 2600, 3100, 3900)
-"""Prompt lengths; the shared-prefix request asks the 2,100-token document a second question."""
-SHARED_IDX = 4
+BUDGETS_TOKENS = (560, 720, 900, 1300, 1800, 2300, 3000, 3900)
+"""Prompt lengths."""
+SHARED_IDX = 5
+"""The last request asks this document a second question: it shares its long prefix."""
+LONG_ANSWERS = 3
+LONG_TOKENS, SHORT_TOKENS = 192, 64
+"""The shortest prompts write long answers: they start with every page on the device and then grow into the others' room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,7 @@ class DemoPrompt:
     name: str
     text: str
     answer: str
+    max_tokens: int
     shares_with: str | None = None
 
     def is_right(self, completion: str) -> bool:
@@ -35,10 +40,11 @@ def demo_prompts(count_tokens: Callable[[str], int]) -> list[DemoPrompt]:
     prompts = []
     for i, budget in enumerate(BUDGETS_TOKENS):
         document = build_recall_document(1000 + i, budget=budget, measure=count_tokens)
-        prompts.append(DemoPrompt(name=f"doc-{i + 1}", text=document.prompt, answer=document.answer))
+        prompts.append(DemoPrompt(name=f"doc-{i + 1}", text=document.prompt, answer=document.answer,
+                                  max_tokens=LONG_TOKENS if i < LONG_ANSWERS else SHORT_TOKENS))
         if i == SHARED_IDX:
             other = next(fact for fact in document.facts if fact.name != document.asked.name)
             question = QUESTION_FORMS[0].format(attribute=other.attribute, name=other.name)
             shared = DemoPrompt(name=f"doc-{i + 1}b", text=f"{document.text}\n{question}", answer=other.value,
-                                shares_with=f"doc-{i + 1}")
+                                max_tokens=SHORT_TOKENS, shares_with=f"doc-{i + 1}")
     return [*prompts, shared]

@@ -23,10 +23,9 @@ from hisparse.demo.report import Verdict, answers_table, counters, parity, print
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.serve.app import serving
 
-MAX_TOKENS = 64
 ROOMY_BLOCKS = 2400
-TIGHT_BLOCKS = 300
-"""About three of the eight requests fit at once, host-backed; one of them alone would not fit resident."""
+TIGHT_BLOCKS = 150
+"""Two or three of the requests fit at once; the long ones only host-backed."""
 
 
 def demo_config(device_blocks: int) -> HiSparseConfig:
@@ -49,7 +48,7 @@ def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
     prompts = demo_prompts(lambda text: len(tokenizer.encode(text)))
     ids = [tokenizer.encode(prompt.text) for prompt in prompts]
     console.print(f"[bold]hisparse demo[/]: {len(prompts)} questions about documents of {min(map(len, ids))} to "
-                  f"{max(map(len, ids))} tokens, {MAX_TOKENS} tokens each, prefill and decode in separate replicas on "
+                  f"{max(map(len, ids))} tokens, prefill and decode in separate replicas on "
                   f"{os.cpu_count()} cores")
     verdicts: list[Verdict] = []
     answers: dict[str, list[Answer]] = {}
@@ -66,7 +65,7 @@ def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
             console.print(answers_table("2. a tight device pool: KV lands in host memory, pages are spilled and reused",
                                         answers["tight"]))
             verdicts += _tight_claims(stats)
-            references = _references(console, config, ids)
+            references = _references(console, config, ids, prompts)
             for name, of_setting in answers.items():
                 for verdict in (parity(of_setting, references), recall(of_setting)):
                     verdicts.append(Verdict(ok=verdict.ok, claim=f"{name}: {verdict.claim}", detail=verdict.detail))
@@ -106,7 +105,7 @@ def _ask(console: Console, url: str, prompts: Sequence[DemoPrompt]) -> tuple[lis
         said = answer.error or repr(answer.text.strip()[:24])
         console.print(f"  {answer.prompt.name}: {said}", highlight=False, markup=False)
 
-    answers = ask_all(f"{url}/v1", "recall", first, later=later, max_tokens=MAX_TOKENS, on_done=say)
+    answers = ask_all(f"{url}/v1", "recall", first, later=later, on_done=say)
     return answers, _settled_stats(url)
 
 
@@ -147,11 +146,12 @@ def _tight_claims(stats: dict[str, Any]) -> list[Verdict]:
     return [Verdict(ok=v.ok, claim=f"tight: {v.claim}", detail=v.detail) for v in claims]
 
 
-def _references(console: Console, config: HiSparseConfig, ids: Sequence[Sequence[int]]) -> list[Reference]:
+def _references(console: Console, config: HiSparseConfig, ids: Sequence[Sequence[int]],
+                prompts: Sequence[DemoPrompt]) -> list[Reference]:
     console.print("decoding every prompt once with unmodified transformers (eager, its own indexer and top-k) ...")
     pool = ReferencePool(model_path(config.model), prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
                          threads=os.cpu_count() or 1)
     try:
-        return [future.result() for future in [pool.submit(prompt, MAX_TOKENS) for prompt in ids]]
+        return [future.result() for future in [pool.submit(of, prompt.max_tokens) for of, prompt in zip(ids, prompts)]]
     finally:
         pool.close()
