@@ -105,11 +105,11 @@ class HiSparseConfig(_Section):
     """Everything. `prefill` overrides sections for prefill engines (e.g. a larger device pool)."""
 
     model: ModelConfig
-    cache: CacheConfig = CacheConfig()  # type: ignore[call-arg]
-    scheduler: SchedulerConfig = SchedulerConfig()  # type: ignore[call-arg]
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8)
-    pd: PDConfig = PDConfig()  # type: ignore[call-arg]
-    serve: ServeConfig = ServeConfig()  # type: ignore[call-arg]
+    pd: PDConfig = PDConfig()
+    serve: ServeConfig = ServeConfig()
     prefill: dict[str, Any] = Field(default_factory=dict, description="Sections that differ on prefill engines.")
 
     def for_role(self, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:

@@ -43,7 +43,7 @@ def answers_table(title: str, answers: Sequence[Answer]) -> Table:
             number(rows.get("resident_rows", 0)), number(rows.get("hot_rows", 0)), number(host_rows(rows)),
             str(answer.stats.get("spilled_pages", 0)), size(rows.get("host_to_device_bytes", 0)),
             f"{answer.first_token_s:.1f}", f"{answer.tokens_per_s:.1f}",
-            f"{answer.text.strip()[:6]} {'[green]right' if right else f'[red]wrong, {answer.prompt.answer}'}",
+            f"{answer.text.split()[0] if answer.text.split() else '-'} {'[green]right' if right else f'[red]not {answer.prompt.answer}'}",
         )
     return table
 
@@ -55,7 +55,9 @@ def host_rows(rows: Mapping[str, Any]) -> int:
 
 def parity(answers: Sequence[Answer], references: Sequence[Reference]) -> Verdict:
     """Token by token against unmodified transformers."""
-    equal, excused, wrong = 0, [], []
+    equal = 0
+    excused: list[str] = []
+    wrong: list[str] = []
     for answer, reference in zip(answers, references):
         got = tuple(answer.token_ids)
         if got == reference.token_ids:
