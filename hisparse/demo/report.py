@@ -37,13 +37,14 @@ def answers_table(title: str, answers: Sequence[Answer]) -> Table:
             table.add_row(answer.prompt.name, *[""] * 10, f"[red]{answer.error[:60]}")
             continue
         rows = answer.stats.get("resolve", {})
-        right = answer.prompt.is_right(answer.text)
+        verdict = "[green]right" if answer.prompt.is_right(answer.text) else f"[red]not {answer.prompt.answer}"
+        said = (answer.text.split() or ["-"])[0]
         table.add_row(
             answer.prompt.name, str(answer.prompt_tokens), str(answer.cached_tokens), str(answer.stats.get("landing") or "-"),
             number(rows.get("resident_rows", 0)), number(rows.get("hot_rows", 0)), number(host_rows(rows)),
             str(answer.stats.get("spilled_pages", 0)), size(rows.get("host_to_device_bytes", 0)),
             f"{answer.first_token_s:.1f}", f"{answer.tokens_per_s:.1f}",
-            f"{answer.text.split()[0] if answer.text.split() else '-'} {'[green]right' if right else f'[red]not {answer.prompt.answer}'}",
+            f"{said} {verdict}",
         )
     return table
 
