@@ -111,8 +111,8 @@ def _run(config: HiSparseConfig, as_json: bool) -> None:
     from hisparse.serve.app import serving
 
     host, port = config.serve.host, config.serve.port or free_port(config.serve.host)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = start_cluster()
+    _on_signals(signal.default_int_handler)  # after Ray set its own; and a shell's background job ignores SIGINT
     url = f"http://{host}:{port}"
     try:
         err.print(f"starting {'Ray and ' if started else ''}the service ...", highlight=False)
@@ -125,14 +125,19 @@ def _run(config: HiSparseConfig, as_json: bool) -> None:
             try:
                 threading.Event().wait()
             except KeyboardInterrupt:
+                _on_signals(signal.SIG_IGN)
                 err.print("stopping: open streams end first ...")
     except KeyboardInterrupt:
         err.print("interrupted while starting")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        _on_signals(signal.SIG_IGN)
         stop_cluster()
     err.print("stopped")
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def free_port(host: str) -> int:

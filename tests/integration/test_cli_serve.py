@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import openai
@@ -74,3 +75,19 @@ def test_a_service_that_cannot_start_says_why_and_stops(cluster: str) -> None:
         cwd=ROOT, env=os.environ | {"RAY_ADDRESS": cluster}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "does not divide the model's 8 attention heads" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sigterm_while_starting(cluster: str) -> None:
+    with subprocess.Popen([sys.executable, "-m", "hisparse.cli", "serve", "--model", "recall"], cwd=ROOT,
+                          env=os.environ | {"RAY_ADDRESS": cluster}, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            for line in server.stderr:
+                if line.startswith("starting"):
+                    break
+            time.sleep(5.0)
+            server.send_signal(signal.SIGTERM)
+            _, errors = server.communicate(timeout=120)
+        finally:
+            server.kill()
+    assert server.returncode == 0 and errors.splitlines()[-2:] == ["interrupted while starting", "stopped"], errors
