@@ -21,8 +21,6 @@ from hisparse.types import RequestOutput, SamplingParams
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-QUICK_TURN_S = 0.005
-"""A turn that gave nothing and took less than this did no forward pass: only then the loop waits before the next."""
 
 
 class Stats(Protocol):
@@ -33,6 +31,9 @@ class Stats(Protocol):
 
 class Core(Protocol):
     """What the loop and the coordinator use of `EngineCore`."""
+
+    idle: bool
+    """The last step ran no token: only then the loop waits before the next."""
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
                     cache_salt: str | None = None, priority: int = 0,
@@ -131,7 +132,7 @@ class EngineLoop:
             while not self._stopping:
                 called = self._run_calls()
                 self._turns += 1
-                self._beat = began = self._clock()
+                self._beat = self._clock()
                 if not self._core.has_work():
                     self._sleep(0.5)
                     continue
@@ -139,7 +140,7 @@ class EngineLoop:
                 self._beat = self._clock()
                 if outputs:
                     self._deliver(outputs)
-                if called or outputs or self._beat - began > QUICK_TURN_S:
+                if called or outputs or not self._core.idle:
                     wait_s = self._idle_wait_s / 16
                 else:
                     self._sleep(wait_s)

@@ -33,7 +33,8 @@ class Transfer:
     device_blocks: tuple[int, ...]
     num_workers: int
     """Workers that must acknowledge."""
-    planned_s: float
+    started_s: float
+    """Planned, or last enqueued by a worker: a step that runs long delays its copies, and is no failure of theirs."""
     copy_bytes: bool = True
     sent: bool = False
     source_pinned: bool = True
@@ -126,7 +127,7 @@ class Spills:
               device_blocks: tuple[int, ...], num_workers: int, copy_bytes: bool = True) -> Transfer:
         """A new id. The caller took one reference on every block listed."""
         transfer = Transfer(id=self._next_id, kind=kind, inc=inc, page=page, host_blocks=host_blocks,
-                            device_blocks=device_blocks, num_workers=num_workers, planned_s=self._now_s(),
+                            device_blocks=device_blocks, num_workers=num_workers, started_s=self._now_s(),
                             copy_bytes=copy_bytes)
         self._next_id += 1
         self.transfers[transfer.id] = transfer
@@ -191,6 +192,7 @@ class Spills:
                 len(transfer.enqueued) == transfer.num_workers):
             self._drop_source_pin(transfer)
         if ack.kind is AckKind.ENQUEUED:
+            transfer.started_s = self._now_s()
             return
         transfer.done.add(ack.rank)
         if ack.kind is AckKind.FAILED or (
@@ -244,7 +246,7 @@ class Spills:
         late_s = self._now_s() - self.deadline_s
         out: list[tuple[int, int]] = []
         for transfer in self.transfers.values():
-            if transfer.sent and transfer.planned_s < late_s:
+            if transfer.sent and transfer.started_s < late_s:
                 missing = [rank for rank in range(self.num_ranks) if rank not in transfer.done]
                 out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - len(transfer.done)]]
         return tuple(out)

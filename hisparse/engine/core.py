@@ -92,6 +92,8 @@ class EngineCore:
         engine_id: distinct per replica. incarnation: 64-bit, distinct per start.
         pd: scheduler half of the P/D connector, for roles prefill and decode.
         tokenizer: for text, stop strings and end-of-sequence ids; None = token ids only.
+    Attributes:
+        idle: the last step() ran no token: only transfers or leases are open, so the next turn may wait.
     """
 
     def __init__(self, config: HiSparseConfig, executor: Executor, *, engine_id: str, incarnation: int,
@@ -135,6 +137,7 @@ class EngineCore:
         self._totals = ResolveStats()
         self._finished = self._generated = self._import_failures = 0
         self._dead: str | None = None
+        self.idle = True
 
     # ------------------------------------------------------------------------------------------- requests
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
@@ -215,12 +218,14 @@ class EngineCore:
         """One schedule / execute / retire turn. Returns the increments since the last call.
 
         Raises:
-            EngineDeadError: a rank failed or did not answer; every request got a final ERROR output before.
+            EngineDeadError: a rank failed, did not answer, or did not finish a copy in time; every request got a final
+                ERROR output before.
         """
         if self._dead:
             raise EngineDeadError(self._dead)
         self._end_leases()
         chunks = self.scheduler.schedule()
+        self.idle = not chunks
         if chunks or self._has_transfers():
             self._run_step(chunks)
         outputs, self._outputs = self._outputs, []
@@ -241,6 +246,18 @@ class EngineCore:
             self._die(f"step {step} failed: {error}")
             raise EngineDeadError(self._dead) from error
         self._retire(command, results)
+        overdue = self.cache.overdue_transfers()
+        if overdue:
+            self._die(self._overdue_reason(overdue))
+            raise EngineDeadError(self._dead)
+
+    def _overdue_reason(self, overdue: Sequence[tuple[int, int]]) -> str:
+        """Never success: the blocks of these copies stay pinned until the workers' processes are gone."""
+        ranks = sorted({rank for rank, _ in overdue})
+        ids = [transfer_id for _, transfer_id in overdue]
+        return (f"rank {', '.join(map(str, ranks))} did not finish {len(ids)} copies between device and host within "
+                f"cache.transfer_deadline_s = {self.config.cache.transfer_deadline_s:g} s (transfers {ids[:8]}"
+                f"{'...' if len(ids) > 8 else ''}); that worker has failed")
 
     def _retire(self, command: StepCommand, results: list[StepResult]) -> None:
         sampled: Mapping[str, SampledToken] = next(result.sampled for result in results if result.rank == 0)
@@ -312,11 +329,11 @@ class EngineCore:
         self.scheduler.loaded(events.loaded)
         for request_id, reason in events.failed.items():
             request = self.scheduler.load_failed(request_id)
-            if request is None:
+            if request is None or not request.importing:  # the own store's load: computing it again is no news
                 continue
             self._import_failures += 1
-            if request.remote and self.config.pd.kv_load_failure_policy == "fail":
-                self._close(request, FinishReason.ERROR, error=f"the prompt's KV could not be read from prefill: {reason}")
+            if self.config.pd.kv_load_failure_policy == "fail":
+                self._close(request, FinishReason.ERROR, error=f"the prompt's KV from prefill could not be loaded: {reason}")
 
     def _hold(self, request: Request) -> None:
         """Prefill role: the prompt is done; lease its pages instead of freeing them."""
@@ -364,6 +381,8 @@ class EngineCore:
     def _die(self, why: str) -> None:
         self._dead = why
         for request in list(self.requests.values()):
+            if request.state is RequestState.HELD:  # it had its last output; decode finds out by itself
+                continue
             request.error = f"the engine failed: {why}"
             self._emit(request, "", finish=FinishReason.ERROR)
         self.requests.clear()

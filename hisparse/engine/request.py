@@ -41,6 +41,8 @@ class Request:
     """Tokens whose KV is in the cache."""
     seat: int = -1
     landing: Landing | None = None
+    importing: bool = False
+    """Its latest load is (also) an import from prefill, not only one from the own indexer store."""
     cached_tokens: int | None = None
     imported_tokens: int = 0
     preemptions: int = 0

@@ -176,7 +176,7 @@ class Scheduler:
             return False
         assert admission.import_target is not None
         self._admitted(request, admission.seat, admission.cached_tokens)
-        request.landing = landing
+        request.landing, request.importing = landing, True
         request.imported_tokens = tokens - admission.cached_tokens
         if landing is Landing.RESIDENT:
             self.counters.resident_landings += 1
@@ -194,6 +194,7 @@ class Scheduler:
         self.waiting.remove(request)
         request.seat = seat
         request.computed = cached_tokens
+        request.importing = False
         if request.cached_tokens is None:
             request.cached_tokens = cached_tokens
         self.counters.admissions += 1
@@ -223,8 +224,10 @@ class Scheduler:
             return None
         self.cache.finish_load(request_id, failed=True)
         self.cache.preempt(request_id)
-        request.import_failures += 1
-        request.computed, request.seat, request.landing, request.imported_tokens = 0, -1, None, 0
+        request.computed, request.seat = 0, -1
+        if request.importing:
+            request.import_failures += 1
+            request.landing, request.imported_tokens = None, 0
         self.add(request)
         return request
 

@@ -32,6 +32,7 @@ class FakeCore:
         self.aborted: list[str] = []
         self.steps = 0
         self.leases = False
+        self.idle = True
         self.broken = ""
         self.shut = False
         self.threads: set[str] = set()
@@ -57,6 +58,7 @@ class FakeCore:
         if self.fail is not None:
             raise self.fail
         self.steps += 1
+        self.idle = not self.left
         for request_id in list(self.left):
             self.left[request_id] -= 1
             last = self.left[request_id] == 0

@@ -81,6 +81,17 @@ def test_open_leases_do_not_spin(make: Make) -> None:
     assert 5 <= core.steps - before <= 25, "about 50 turns a second, so that heartbeats go out"
 
 
+def test_slow_empty_steps_back_off_too(make: Make) -> None:
+    """Ranks behind a network take milliseconds to say nothing."""
+    loop, core, _ = make(idle_wait_s=0.05)
+    core.leases, core.step_s = True, 0.006
+    add(loop, "a", 1)
+    time.sleep(0.5)
+    before = core.steps
+    time.sleep(0.4)
+    assert core.steps - before <= 9
+
+
 def test_health_sees_a_stuck_step(make: Make) -> None:
     loop, core, _ = make(stall_s=0.15)
     core.block = threading.Event()
