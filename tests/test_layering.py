@@ -19,7 +19,7 @@ DOORS = {
     "nixl": ("pd/nixl.py",),
     "nixl_cu13": ("pd/nixl.py",),
     "cupy": ("ops/",),
-    "transformers": ("engine/models/", "engine/tokenizer.py", "testing/"),
+    "transformers": ("engine/models/", "testing/", "demo/"),
     "fastapi": ("serve/",),
     "typer": ("cli.py", "demo/"),
 }

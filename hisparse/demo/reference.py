@@ -43,9 +43,11 @@ _chunk = 0
 def _load(checkpoint: str, prefill_chunk_tokens: int, threads: int) -> None:
     global _model, _chunk
     import torch
+    from transformers.utils import logging
 
     from hisparse.testing.reference_decode import ReferenceModel
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads)
     _model, _chunk = ReferenceModel(checkpoint), prefill_chunk_tokens
 

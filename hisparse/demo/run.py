@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +44,27 @@ def demo_config(device_blocks: int) -> HiSparseConfig:
 
 def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
     """Prints what happened; 0 only if every claim held. `keep`: leaves the second service running until Ctrl-C."""
-    console = Console(stderr=as_json, width=None if os.isatty(1) else 140)
+    out = sys.stderr if as_json else sys.stdout
+    console = Console(file=out, width=None if out.isatty() else 140)
+    log = Path(tempfile.gettempdir()) / f"hisparse-demo-{os.getpid()}.log"
+    try:
+        with log.open("w") as messages, contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
+            verdicts = _run(console, keep=keep)
+    except BaseException:
+        console.print(f"the demo broke off; Ray's own messages are in {log}", style="red")
+        raise
+    ok = all(verdict.ok for verdict in verdicts)
+    if as_json:
+        print(json.dumps({"ok": ok, "claims": [{"ok": v.ok, "claim": v.claim, "detail": v.detail} for v in verdicts]}))
+    if ok:
+        log.unlink()
+    else:
+        console.print(f"Ray's own messages are in {log}")
+    return 0 if ok else 1
+
+
+def _run(console: Console, *, keep: bool) -> list[Verdict]:
+    """Both settings and the check, with Ray's messages kept away from the console."""
     began = time.perf_counter()
     config = demo_config(ROOMY_BLOCKS)
     tokenizer = Tokenizer(model_path(config.model))
@@ -74,15 +97,13 @@ def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
             print_verdicts(console, verdicts)
             console.print(f"\n{'[green bold]all held' if ok else '[red bold]NOT all held'}[/] after "
                           f"{time.perf_counter() - began:.0f} s")
-            if as_json:
-                print(json.dumps({"ok": ok, "claims": [{"ok": v.ok, "claim": v.claim, "detail": v.detail} for v in verdicts]}))
             if keep:
                 console.print(f"still serving at {url}/v1 (statistics: {url}/stats); Ctrl-C stops", soft_wrap=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     threading.Event().wait()
     finally:
         stop_cluster()
-    return 0 if ok else 1
+    return verdicts
 
 
 @contextlib.contextmanager
