@@ -6,6 +6,7 @@ import heapq
 
 from hisparse.cache.admission import AdmissionArithmetic
 from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.elastic import ElasticRegions
 from hisparse.cache.loads import Load, Loads
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
@@ -20,11 +21,12 @@ class Admitter:
     """Answers `prefix` and `fits`, and does `admit`. Owns the free seats."""
 
     def __init__(self, core: CacheCore, residency: Residency, loads: Loads, arithmetic: AdmissionArithmetic, *,
-                 max_seats: int, offload: IndexerStore | None) -> None:
+                 elastic: ElasticRegions, max_seats: int, offload: IndexerStore | None) -> None:
         self.core = core
         self.residency = residency
         self.loads = loads
         self.arithmetic = arithmetic
+        self.elastic = elastic
         self.max_seats = max_seats
         self._offload = offload
         self._order = 0
@@ -115,18 +117,25 @@ class Admitter:
 
     def _has_quiet_room(self, identity: Identity, hit: PrefixHit, landing: Landing | None, import_tokens: int) -> bool:
         """Writers outside the compute stream need blocks that no step or copy in flight touches. If there are too few,
-        takes readable free blocks out of use, so that they are quiet once the dispatched steps have retired."""
+        takes grown blocks of hot regions and readable free blocks out of use: quiet once the dispatched steps retired."""
         core = self.core
         count = self.loads.quiet_blocks(hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
                                         import_tokens=import_tokens)
         if not count or core.all_quiet:
             return True
         taken = set(core.indexer.cached.prefix(identity.keys.keys[: hit.indexer_gpu_pages]))
-        quiet = core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
-        if quiet >= count:
+
+        def num_quiet() -> int:
+            return core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
+
+        missing = count - num_quiet()
+        if missing <= 0:
             return True
-        if core.clock.outstanding:
-            core.clock.mark_busy(core.pool.drop_readable(count - quiet))
+        given = self.elastic.give_to_outside_writers(missing)
+        if given and num_quiet() >= count:
+            return True
+        if core.clock.outstanding and missing > given:
+            core.clock.mark_busy(core.pool.drop_readable(missing - given))
         return False
 
     def _take_hit(self, inc: Incarnation, hit: PrefixHit) -> None:

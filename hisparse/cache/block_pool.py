@@ -13,6 +13,7 @@ from hisparse.layout import NULL_BLOCK
 
 OnReuse = Callable[[int], None]
 Accept = Callable[[int], bool]
+OnShortage = Callable[[int], None]
 
 
 class BlockPool:
@@ -31,6 +32,8 @@ class BlockPool:
             raise ConfigError(f"the {name} pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.name = name
         self.num_blocks = num_blocks
+        self.on_shortage: OnShortage | None = None
+        """Called with the number of missing blocks before a hand-out would fail; may free blocks, nothing else."""
         self.reset(incarnation)
 
     def reset(self, incarnation: int) -> None:
@@ -82,11 +85,14 @@ class BlockPool:
     def allocate(self, n: int, accept: Accept | None = None) -> npt.NDArray[np.int32] | None:
         """Hands out n blocks with one reference each, or None (and nothing happens) when there are fewer.
 
-        Watchers of the chosen blocks fire first. `accept` restricts the choice (O(free) when given).
+        Watchers of the chosen blocks fire first. `accept` restricts the choice (O(free) when given; then `on_shortage` is
+        not asked).
         Returns: int32 [n].
         """
         if n < 0:
             raise InvariantError(f"{self.name} pool: asked for {n} blocks")
+        if n > self.num_free and self.on_shortage is not None and accept is None:
+            self.on_shortage(n - self.num_free)
         if n > self.num_free or (accept is not None and self.count_free(accept) < n):
             return None
         out: list[int] = []

@@ -37,6 +37,8 @@ class Counters:
     pages_published: int = 0
     prefix_hit_tokens: int = 0
     hot_required: int = 0
+    hot_blocks_grown: int = 0
+    hot_blocks_taken_back: int = 0
     imports_started: int = 0
     imports_completed: int = 0
     imports_failed: int = 0
@@ -160,9 +162,14 @@ class CacheCore:
         return not self.fences and not self.clock.outstanding
 
     # ------------------------------------------------------------------------------------------- reservations
+    @property
+    def num_free(self) -> int:
+        """Device blocks that are free, or would be at once: what hot regions have beyond their starting size counts."""
+        return self.pool.num_free + (self.hot.elastic_blocks if self.hot is not None else 0)
+
     def available_device(self, inc: Incarnation | None = None) -> int:
         """Free blocks not promised to others."""
-        return self.pool.num_free - self.reserved_device + (inc.reserved_device if inc is not None else 0)
+        return self.num_free - self.reserved_device + (inc.reserved_device if inc is not None else 0)
 
     def available_host(self, inc: Incarnation | None = None) -> int:
         if self.source is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hisparse.cache.block_pool import Accept, BlockPool
+from hisparse.cache.request import Incarnation
 from hisparse.errors import InvariantError
 from hisparse.layout import HotGroup, IndexerGroup, ResidentGroup, SourceGroup
 
@@ -132,22 +133,45 @@ class HiSparseResidentManager:
 
 
 class HiSparseHotManager:
-    """Hot regions: `blocks_per_group` device blocks in every hot group, all or none."""
+    """Hot regions: at first `blocks_per_group` device blocks in every hot group, all or none.
 
-    def __init__(self, groups: Sequence[HotGroup], pool: BlockPool, *, rows: int, blocks_per_group: int) -> None:
+    Attributes:
+        rows: of a region at first. max_blocks_per_group: limit of its elastic growth.
+        grown: (request, page of its region) beyond the starting size, in the order in which they were added.
+    """
+
+    def __init__(self, groups: Sequence[HotGroup], pool: BlockPool, *, rows: int, blocks_per_group: int,
+                 max_blocks_per_group: int) -> None:
         self.groups = tuple(groups)
         self.pool = pool
         self.rows = rows
         self.blocks_per_group = blocks_per_group
+        self.max_blocks_per_group = max_blocks_per_group
+        self.grown: dict[tuple[Incarnation, int], None] = {}
 
     @property
     def region_blocks(self) -> int:
-        """Blocks of one request's region over all hot groups."""
+        """Blocks of one request's region over all hot groups, at its starting size."""
         return len(self.groups) * self.blocks_per_group
 
+    @property
+    def elastic_blocks(self) -> int:
+        """Blocks of all regions beyond their starting size."""
+        return len(self.groups) * len(self.grown)
+
     def allocate(self) -> list[list[int]] | None:
+        """A region of the starting size, by group."""
         ids = self.pool.allocate(self.region_blocks)
         return None if ids is None else [list(part) for part in ids.reshape(len(self.groups), -1).tolist()]
+
+    def forget(self, inc: Incarnation) -> None:
+        """The request's region goes as a whole."""
+        for page in range(self.blocks_per_group, len(inc.hot[0])):
+            del self.grown[inc, page]
+
+    def crash(self) -> None:
+        """Every device block is void."""
+        self.grown.clear()
 
 
 class HiSparseSourceManager:

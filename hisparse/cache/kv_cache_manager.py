@@ -11,6 +11,7 @@ from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.coordinator import HiSparseCoordinator
 from hisparse.cache.core import CacheCore
+from hisparse.cache.elastic import ElasticRegions
 from hisparse.cache.fork import Fork
 from hisparse.cache.groups import (
     HiSparseHotManager,
@@ -29,7 +30,7 @@ from hisparse.cache.request import Identity, Incarnation
 from hisparse.cache.residency import PageEvent, PageState
 from hisparse.cache.tables import TableChanges
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
-from hisparse.config import CacheConfig, hot_rows
+from hisparse.config import CacheConfig, hot_rows, hot_rows_max
 from hisparse.errors import ConfigError, InvariantError, RequestError
 from hisparse.layout import KVCacheLayout
 from hisparse.types import (
@@ -79,7 +80,8 @@ class KVCacheManager:
         if config.enabled:
             _check_host_pool(layout, num_host_blocks, max_model_len)
             rows = hot_rows(config, layout)
-            hot = HiSparseHotManager(layout.hots, pool, rows=rows, blocks_per_group=layout.hot_blocks(rows))
+            hot = HiSparseHotManager(layout.hots, pool, rows=rows, blocks_per_group=layout.hot_blocks(rows),
+                                     max_blocks_per_group=layout.hot_blocks(hot_rows_max(config, layout)))
             source = HiSparseSourceManager(
                 layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"))
             watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
@@ -91,6 +93,7 @@ class KVCacheManager:
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)
+        self.elastic = ElasticRegions(self.core)
         self.coordinator: HiSparseCoordinator | None = None
         if config.enabled:
             self.coordinator = HiSparseCoordinator(
@@ -99,7 +102,7 @@ class KVCacheManager:
         self._offload = indexer_offload
         self._identities: dict[str, Identity] = {}
         self._admitter = Admitter(self.core, self.residency, self.loads, AdmissionArithmetic(self.core, config),
-                                  max_seats=max_seats, offload=indexer_offload)
+                                  elastic=self.elastic, max_seats=max_seats, offload=indexer_offload)
         self._growth = Growth(self.core, self.residency)
         self._steps: dict[int, list[tuple[Incarnation, int]]] = {}
         self.last_command: SparseKVOffloadCommand | None = None
@@ -227,6 +230,7 @@ class KVCacheManager:
                     f"valid rows and {inc.num_pages} pages (loading: {inc.loading}, held: {inc.held})")
         command = None
         if self.coordinator is not None:
+            self.elastic.restore_watermark()
             for inc in core.live.values():
                 self.residency.update(inc)
             mirrors = self.coordinator.build_row_mirrors(scheduled)
@@ -251,6 +255,7 @@ class KVCacheManager:
                 if not inc.released and rows is not None and done == step:
                     self._advance(inc, rows, end)
         self.core.clock.retire(step)
+        self.elastic.grow()
 
     def on_worker_output(self, outputs: Sequence[HiSparseWorkerOutput]) -> None:
         """Acknowledgements of transfers."""
@@ -360,6 +365,8 @@ class KVCacheManager:
         core.tables.clear()
         self.residency.crash()
         core.indexer.crash()
+        if core.hot is not None:
+            core.hot.crash()
         core.pool.reset(new_incarnation)
         if core.source is not None and host_pool_lost:
             core.source.published.clear()
@@ -372,6 +379,7 @@ class KVCacheManager:
         self.core.check()
         self.residency.check()
         self.loads.check()
+        self.elastic.check()
         if self.coordinator is not None:
             self.coordinator.check()
         seats = [inc.seat for inc in self.core.live.values() if inc.seat >= 0]

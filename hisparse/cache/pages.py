@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hisparse.cache.core import ABSENT, CacheCore
 from hisparse.cache.request import Incarnation, SharedPage
 from hisparse.cache.residency import PageEvent, PageState
@@ -26,7 +28,7 @@ class Residency:
             return
         if inc.has_hot:
             self.unpin_clean(inc)
-        elif not inc.hot_required and self.core.pool.num_free < self.core.watermark_blocks:
+        elif not inc.hot_required and self.core.num_free < self.core.watermark_blocks:
             self.require_hot(inc)
 
     def require_hot(self, inc: Incarnation) -> None:
@@ -53,8 +55,10 @@ class Residency:
 
     def release_hot(self, inc: Incarnation) -> None:
         """The seat's hot state is cleared before the blocks go on."""
-        if not inc.has_hot:
+        hot = self.core.hot
+        if hot is None or not inc.has_hot:
             return
+        hot.forget(inc)
         self.core.tables.hot(inc, 0)
         self.core.tables.reset(SeatReset(seat=inc.seat))
         for blocks in inc.hot:
@@ -93,7 +97,7 @@ class Residency:
             self.require_hot(inc)
         shared.owners.clear()
         self.core.counters.pages_reused += 1
-        self.core.pool.unwatch(other for other in shared.blocks if other != block)
+        self._unwatch([other for other in shared.blocks if other != block])
 
     def _forget(self, shared: SharedPage) -> None:
         shared.alive = shared.awaited = False
@@ -104,7 +108,12 @@ class Residency:
     def settle(self, shared: SharedPage) -> None:
         """Nobody wants the blocks any more: they become ordinary ones."""
         if shared.alive and not shared.wanted:
-            self.core.pool.unwatch(shared.blocks)
+            self._unwatch(shared.blocks)
+
+    def _unwatch(self, blocks: Sequence[int]) -> None:
+        """Nobody will read the blocks in a later step; dispatched ones may still, without a reference."""
+        self.core.clock.mark_busy(block for block in blocks if self.core.pool.is_free(block))
+        self.core.pool.unwatch(blocks)
 
     # ------------------------------------------------------------------------------------------- copies
     def record_copy(self, key: bytes, shared: SharedPage) -> None:
@@ -131,7 +140,7 @@ class Residency:
             shared.owners[inc, page] = None
         else:
             cost = core.pool.num_unreferenced(shared.blocks)
-            if core.pool.num_free - cost - core.reserved_device < core.watermark_blocks:
+            if core.num_free - cost - core.reserved_device < core.watermark_blocks:
                 return False
             core.pool.touch(shared.blocks)
             core.move(inc, page, PageEvent.ADOPT_PINNED)

@@ -23,6 +23,7 @@ def collect_stats(core: CacheCore, *, num_open: int, num_loads: int, num_transfe
         host_pages_evicted=source.published.num_evicted if source else 0,
         requests_open=num_open, requests_admitted=len(core.live), hot_seats=len(hot_seats),
         hot_blocks=sum(len(blocks) for inc in hot_seats for blocks in inc.hot),
+        hot_blocks_elastic=core.hot.elastic_blocks if core.hot else 0,
         pages_gpu_only=pages[PageState.GPU_ONLY], pages_spilling=pages[PageState.SPILLING],
         pages_clean_pinned=pages[PageState.CLEAN_PINNED], pages_clean_loose=pages[PageState.CLEAN_LOOSE],
         pages_host_only=pages[PageState.HOST_ONLY], pages_importing=pages[PageState.IMPORTING],

@@ -17,7 +17,8 @@ class TableChanges:
         self._indexer: dict[Incarnation, set[int]] = {}
         self._source: dict[Incarnation, set[int]] = {}
         self._resident: dict[Incarnation, set[int]] = {}
-        self._hot: dict[Incarnation, None] = {}
+        self._hot: dict[Incarnation, int] = {}
+        """Request -> first block of its region that changed."""
         self._emptied: dict[int, None] = {}
         self._hot_rows: dict[tuple[int, int], int] = {}
         self._resets: dict[SeatReset, None] = {}
@@ -34,9 +35,9 @@ class TableChanges:
     def resident(self, inc: Incarnation, page: int) -> None:
         self._resident.setdefault(inc, set()).add(page)
 
-    def hot(self, inc: Incarnation, rows: int) -> None:
-        """The request's hot region has `rows` rows in every hot group from now on."""
-        self._hot[inc] = None
+    def hot(self, inc: Incarnation, rows: int, *, first_block: int = 0) -> None:
+        """The request's hot region has `rows` rows in every hot group from now on; blocks below `first_block` stayed."""
+        self._hot[inc] = min(first_block, self._hot.get(inc, first_block))
         for group in range(len(self._layout.hots)):
             self._hot_rows[inc.seat, group] = rows
 
@@ -72,10 +73,11 @@ class TableChanges:
                     for first, end in spans
                 ]
         for g, hot_group in enumerate(layout.hots):
-            for inc in self._hot:
-                ids = tuple(inc.hot[g]) if inc.hot else ()
-                out.append(BlockTableUpdate(group_id=hot_group.group_id, seat=inc.seat, first_page=0, ids=ids,
-                                            num_pages=len(ids)))
+            for inc, changed in self._hot.items():
+                region = inc.hot[g] if inc.hot else []
+                first = min(changed, len(region))
+                out.append(BlockTableUpdate(group_id=hot_group.group_id, seat=inc.seat, first_page=first,
+                                            ids=tuple(region[first:]), num_pages=len(region)))
         for marks in (self._indexer, self._source, self._resident):
             marks.clear()
         self._hot.clear()

@@ -71,6 +71,8 @@ class CacheStats:
     requests_admitted: int = 0
     hot_seats: int = 0
     hot_blocks: int = 0
+    hot_blocks_elastic: int = 0
+    """Of `hot_blocks`, those beyond the regions' starting size; not in `device_blocks_free`, but given back on demand."""
     pages_gpu_only: int = 0
     pages_spilling: int = 0
     pages_clean_pinned: int = 0
@@ -92,6 +94,9 @@ class CacheStats:
     host_pages_evicted: int = 0
     prefix_hit_tokens: int = 0
     hot_required: int = 0
+    hot_blocks_grown: int = 0
+    hot_blocks_taken_back: int = 0
+    """Given back before their region was released."""
     imports_started: int = 0
     imports_completed: int = 0
     imports_failed: int = 0

@@ -56,8 +56,10 @@ class FakeWorker:
     tables: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(group id, seat) -> blocks."""
     hot_rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    hot_positions: dict[int, set[int]] = field(default_factory=dict)
-    """Seat -> positions that may be in its hot region."""
+    slots: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """(seat, hot group) -> slot of its region -> position whose row it holds."""
+    misses: int = 0
+    highest_slot: int = -1
     mirrors: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     acks: list[TransferAck] = field(default_factory=list)
@@ -123,11 +125,13 @@ class FakeWorker:
         for hot in command.hot_rows:
             self.hot_rows[hot.seat, hot.hot_group] = hot.rows
         for reset in command.seat_resets:
-            held = self.hot_positions.setdefault(reset.seat, set())
-            if reset.from_slot == 0 and reset.from_position == 0:
-                held.clear()
-            elif reset.from_position >= 0:
-                held -= {position for position in held if position >= reset.from_position}
+            for (seat, group), slots in self.slots.items():
+                if seat == reset.seat and reset.hot_group in (-1, group):
+                    for slot, position in list(slots.items()):
+                        if 0 <= reset.from_slot <= slot or 0 <= reset.from_position <= position:
+                            del slots[slot]
+        for (seat, group), slots in self.slots.items():
+            assert all(slot < self.hot_rows.get((seat, group), 0) for slot in slots), "a slot beyond the region is in use"
         for copy in command.page_copies:
             for source, destination in copy.device_pairs:
                 for row in range(copy.num_rows):
@@ -255,16 +259,30 @@ class FakeWorker:
             assert len(values) == 1, f"groups disagree at position {position}: {values}"
             return "resident", values.pop()
         assert not any(blocks), f"page {page} of seat {seat} is resident in some groups only: {blocks}"
-        for group in range(len(self.layout.hots)):
-            rows = self.hot_rows.get((seat, group), 0)
-            assert rows > 0, f"seat {seat} needs host rows and has no hot region"
-            held = self.table(self.layout.hots[group].group_id, seat)
-            assert len(held) * self.size >= rows and all(held)
         host = self.table(self.layout.source.group_id, seat)[page]
         assert host
         assert self.masks.get(host, 0) >> offset & 1, f"row {position} of seat {seat} is not on its host page {host}"
-        self.hot_positions.setdefault(seat, set()).add(position)
+        for group in range(len(self.layout.hots)):
+            self.through_hot(seat, group, position, self.host[host, offset])
         return "host", self.host[host, offset]
+
+    def through_hot(self, seat: int, group: int, position: int, value: Row | str) -> None:
+        """A hot row must be the host's; a miss is copied to an empty slot, the last one first, or over an old one."""
+        rows = self.hot_rows.get((seat, group), 0)
+        assert rows > 0, f"seat {seat} needs host rows and has no hot region"
+        held = self.table(self.layout.hots[group].group_id, seat)
+        assert len(held) * self.size == rows and all(held), f"region of {rows} rows in blocks {held}"
+        slots = self.slots.setdefault((seat, group), {})
+        slot = next((slot for slot, tag in slots.items() if tag == position), None)
+        if slot is None:
+            self.misses += 1
+            empty = [slot for slot in range(rows) if slot not in slots]
+            slot = empty[-1] if empty else self.misses % rows
+            slots[slot] = position
+            self.highest_slot = max(self.highest_slot, slot)
+            self.device[held[slot // self.size], slot % self.size] = value
+        got = self.device[held[slot // self.size], slot % self.size]
+        assert got == value, f"hot slot {slot} of seat {seat} has {got} for position {position}"
 
     def indexer_row(self, seat: int, position: int) -> Row | str:
         page, offset = divmod(position, self.size)

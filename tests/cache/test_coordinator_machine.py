@@ -52,11 +52,11 @@ class Flight:
 
 class Lives(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**16), groups=st.integers(1, 3), spare=st.integers(0, 40), host=st.integers(0, 20),
-                store=st.booleans(), drafts=st.booleans())
-    def start(self, seed: int, groups: int, spare: int, host: int, store: bool, drafts: bool) -> None:
+                store=st.booleans(), drafts=st.booleans(), elastic=st.integers(0, 6))
+    def start(self, seed: int, groups: int, spare: int, host: int, store: bool, drafts: bool, elastic: int = 0) -> None:
         pages = MAX_LEN // 4
         self.h = Harness(device_blocks=1 + pages + 2 * groups + 4 * groups + spare, host_blocks=pages + 2 + host,
-                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed,
+                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows_max=8 + 4 * elastic,
                          store=Store(capacity=12) if store else None)
         self.m = self.h.manager
         self.rng = random.Random(seed)

@@ -152,6 +152,29 @@ def test_adoption_without_a_region_pins_and_keeps_the_watermark() -> None:
     h.manager.check()
 
 
+def test_loose_pages_of_a_preempted_request_stay_with_the_steps_that_read_them() -> None:
+    h = Harness(device_blocks=120)
+    h.add("a", list(range(20)), 1)
+    h.run()
+    b = h.add("b", [*range(20), 90, 91], 8)
+    h.step()
+    core = h.manager.core
+    inc = core.live["b"]
+    loose = [block for page in range(inc.tail_start) for block in inc.resident[page]]
+    assert loose and all(core.pool.refs(block) == 0 for block in loose)
+    chosen = h.schedule()
+    h.dispatch(chosen)
+    h.manager.residency.copies.clear()
+    for shared in inc.shared.values():
+        shared.key = None
+    h.preempt(b)
+    assert not any(core.pool.is_watched(block) or core.is_quiet(block) for block in loose), "ordinary, but not quiet yet"
+    h.worker.complete_all(h.rng)
+    h.retire(chosen)
+    assert all(core.is_quiet(block) for block in loose)
+    h.drain()
+
+
 def test_preemption_resumes_as_a_host_hit_with_indexer_pages_from_the_store() -> None:
     store = Store()
     h = Harness(device_blocks=1 + 16 + 4 + 8 + 6, host_blocks=60, max_model_len=64, groups=2, store=store)

@@ -16,6 +16,7 @@ from hisparse.cache.publication import Publication
 from hisparse.cache.residency import PageState
 from hisparse.cache.spills import Spills
 from hisparse.cache.steps import StepClock
+from hisparse.cache.tables import TableChanges
 from hisparse.types import Landing
 from tests.cache.test_coordinator_machine import Lives
 
@@ -31,7 +32,7 @@ def live(seed: int, steps: int = 250) -> None:
     rng = random.Random(seed)
     lives = Lives()
     lives.start(seed=seed, groups=rng.randint(1, 2), spare=rng.randint(0, 30), host=rng.randint(0, 20),
-                store=rng.random() < 0.5, drafts=rng.random() < 0.5)
+                store=rng.random() < 0.5, drafts=rng.random() < 0.5, elastic=rng.randint(0, 6))
     for _ in range(steps):
         move = rng.choices(MOVES, HECTIC if seed % 2 else CALM)[0]
         if move == "arrive" and len(lives.h.reqs) < 6:
@@ -195,11 +196,40 @@ def a_spill_of_an_earlier_admission_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Publication, "spill_done", inherit)
 
 
+def shrunk_without_reset(patch: pytest.MonkeyPatch) -> None:
+    """Rows stay tagged in slots that are no longer there."""
+    reset = TableChanges.reset
+    patch.setattr(TableChanges, "reset", lambda self, r: reset(self, r) if r.from_slot <= 0 else None)
+
+
+def shrunk_without_its_tables(patch: pytest.MonkeyPatch) -> None:
+    """The worker goes on with blocks that are somebody else's."""
+    hot = TableChanges.hot
+
+    def grow_only(self: TableChanges, inc: object, rows: int, *, first_block: int = 0) -> None:
+        if not first_block or len(inc.hot[0]) > first_block:  # type: ignore[attr-defined]
+            hot(self, inc, rows, first_block=first_block)  # type: ignore[arg-type]
+    patch.setattr(TableChanges, "hot", grow_only)
+
+
+def grown_blocks_counted_and_never_given_back(patch: pytest.MonkeyPatch) -> None:
+    """They count as free, but the pool does not ask for them."""
+    patch.setattr(BlockPool, "allocate", _allocate_without_asking(BlockPool.allocate))
+
+
+def _allocate_without_asking(allocate: Callable[..., object]) -> Callable[..., object]:
+    def without(self: BlockPool, n: int, accept: object = None) -> object:
+        self.on_shortage = None
+        return allocate(self, n, accept)
+    return without
+
+
 FAULTS = [
     reuse_before_retire, host_blocks_freed_at_once, fence_not_listed, source_never_pinned, publish_before_completed,
     mask_ignored, rejected_rows_count_as_covered, reuse_keeps_one_owner, reuse_nulls_one_group_only,
     loose_page_freed_again, adopt_before_allocation, failed_import_is_believed, import_without_pins,
-    a_spill_of_an_earlier_admission_counts,
+    a_spill_of_an_earlier_admission_counts, shrunk_without_reset, shrunk_without_its_tables,
+    grown_blocks_counted_and_never_given_back,
 ]
 
 
