@@ -119,7 +119,7 @@ class HiSparseConfig(_Section):
             data = _merge(data, self.prefill)
         data["pd"]["role"] = role
         data["prefill"] = {}
-        return load_config(data)
+        return load_config(data, environ={})  # the environment is in `self` already, below the prefill overrides
 
 
 def load_config(source: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None,

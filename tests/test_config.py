@@ -68,6 +68,9 @@ def test_roles_and_overrides_of_prefill() -> None:
     prefill, decode = config.for_role("prefill"), config.for_role("decode")
     assert (prefill.cache.device_blocks, prefill.cache.hot_rows, prefill.pd.role) == (500, 900, "prefill")
     assert (decode.cache.device_blocks, decode.pd.role) == (100, "decode")
+    environ = {"HISPARSE_CACHE__DEVICE_BLOCKS": "7"}
+    config = load_config({**BASE, "prefill": {"cache": {"device_blocks": 500}}}, environ=environ)
+    assert (config.for_role("prefill").cache.device_blocks, config.for_role("decode").cache.device_blocks) == (500, 7)
     with pytest.raises(ConfigError, match="cache.device_blok"):
         load_config({**BASE, "prefill": {"cache": {"device_blok": 1}}}, environ={}).for_role("prefill")
 

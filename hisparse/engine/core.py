@@ -38,7 +38,6 @@ from hisparse.types import (
 if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process needs none
     from hisparse.engine.executor import Executor
 
-STEP_TIMEOUT_S = 300.0
 
 
 class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
@@ -241,7 +240,7 @@ class EngineCore:
         )
         try:
             self.executor.submit(command)
-            results = self.executor.collect(STEP_TIMEOUT_S)
+            results = self.executor.collect(self.config.serve.step_timeout_s)
         except Exception as error:
             self._die(f"step {step} failed: {error}")
             raise EngineDeadError(self._dead) from error
