@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -65,6 +66,8 @@ def run_demo(*, keep: bool = False, as_json: bool = False) -> int:
 
 def _run(console: Console, *, keep: bool) -> list[Verdict]:
     """Both settings and the check, with Ray's messages kept away from the console."""
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     began = time.perf_counter()
     config = demo_config(ROOMY_BLOCKS)
     tokenizer = Tokenizer(model_path(config.model))
