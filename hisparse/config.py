@@ -231,6 +231,11 @@ def model_shape(config: ModelConfig) -> ModelShape:
     return shape
 
 
+def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
+    """The cache layout that every part of an engine with this configuration uses."""
+    return KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype)
+
+
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in top.items():

@@ -19,10 +19,9 @@ from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, model_path, model_shape
+from hisparse.config import HiSparseConfig, kv_layout, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError
-from hisparse.layout import KVCacheLayout
 from hisparse.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -65,10 +64,7 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
 
     pd = None
     if config.pd.role != "colocated":
-        layout = KVCacheLayout.build(
-            model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype
-        )
-        pd = PDConnectorScheduler(layout, config.pd, engine_id=identity.engine_id,
+        pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
                                   incarnation=identity.incarnation, num_ranks=len(ranks))
         pd.set_endpoints([info.endpoint for info in infos if info.endpoint is not None])
     return EngineCore(

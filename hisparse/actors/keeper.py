@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hisparse.config import HiSparseConfig, host_blocks, model_shape
+from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.errors import InvariantError
-from hisparse.layout import KVCacheLayout
 
 if TYPE_CHECKING:
     from hisparse.worker.host_pool import HostPool
@@ -52,9 +51,7 @@ class KeeperActor:
         removed = host_memory.sweep(self._directory)
         if removed:
             logger.warning("removed %d host pools whose owners are dead: %s", len(removed), removed)
-        layout = KVCacheLayout.build(
-            model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype
-        )
+        layout = kv_layout(config)
         num_blocks = host_blocks(config.cache, layout, config.model.max_model_len)
         path = host_memory.pool_path(self._engine_id, self._directory)
         self._pool = HostPool.shared(layout, num_blocks, path)

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hisparse.cache.admission import check_device_pool
-from hisparse.config import HiSparseConfig, host_blocks, hot_rows, model_shape
-from hisparse.layout import KVCacheLayout
+from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
 
 MIB = 1 << 20
 
@@ -41,8 +40,7 @@ class MemoryPlan:
     @classmethod
     def of(cls, config: HiSparseConfig) -> MemoryPlan:
         """Raises ConfigError when model or sizes are impossible."""
-        shape = model_shape(config.model)
-        layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype)
+        layout = kv_layout(config)
         length, groups = config.model.max_model_len, layout.num_resident_groups
         check_device_pool(layout, config.cache, max_model_len=length,
                           max_query_tokens=config.scheduler.prefill_chunk_tokens)

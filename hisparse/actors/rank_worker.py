@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hisparse.actors.keeper import Segment
-from hisparse.config import HiSparseConfig, host_blocks
+from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.types import StepCommand, StepResult
 
@@ -71,7 +71,7 @@ class RankWorkerActor:
             ConfigError: the checkpoint or the sizes do not fit.
         """
         from hisparse.engine.parallel import join_group
-        from hisparse.engine.rank import RankEngine, kv_layout
+        from hisparse.engine.rank import RankEngine
         from hisparse.pd.connector import PDConnectorWorker
 
         if self._engine is not None:
@@ -93,7 +93,6 @@ class RankWorkerActor:
         return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None))
 
     def _open_pool(self, setup: RankSetup) -> HostPool | None:
-        from hisparse.engine.rank import kv_layout
         from hisparse.worker.host_pool import HostPool
 
         config = self._config

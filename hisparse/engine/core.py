@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
-from hisparse.config import HiSparseConfig, host_blocks, model_shape
+from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.connector.base import LoadEvents, RemoteDecode, RemotePrefill, SchedulerConnector
 from hisparse.connector.hisparse import HiSparseConnectorScheduler
 from hisparse.connector.multi import MultiSchedulerConnector
@@ -23,7 +23,6 @@ from hisparse.engine.detokenizer import Detokenizer
 from hisparse.engine.request import Request, RequestState
 from hisparse.engine.scheduler import Scheduler
 from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
-from hisparse.layout import KVCacheLayout
 from hisparse.types import (
     FinishReason,
     RequestOutput,
@@ -100,8 +99,7 @@ class EngineCore:
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.executor, self.engine_id, self.pd = config, executor, engine_id, pd
         self.tokenizer = tokenizer
-        shape = model_shape(config.model)
-        self.layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype)
+        self.layout = kv_layout(config)
         role = config.pd.role
         if (pd is None) != (role == "colocated"):
             raise ConfigError(f"pd.role = {role} needs {'no' if role == 'colocated' else 'a'} P/D connector")

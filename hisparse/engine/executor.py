@@ -17,10 +17,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hisparse.config import HiSparseConfig, host_blocks
+from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.engine.models.hf import check_model
 from hisparse.engine.parallel import join_group, leave_group
-from hisparse.engine.rank import ConnectorFactory, RankEngine, kv_layout
+from hisparse.engine.rank import ConnectorFactory, RankEngine
 from hisparse.errors import ConfigError, EngineDeadError, InvariantError
 from hisparse.types import StepCommand, StepResult
 from hisparse.worker import HostPool, host_memory

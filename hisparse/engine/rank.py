@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from hisparse.config import HiSparseConfig, host_blocks, model_shape
+from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.connector.base import WorkerConnector
 from hisparse.connector.hisparse import HiSparseConnectorWorker
 from hisparse.connector.multi import MultiWorkerConnector
@@ -20,7 +20,6 @@ from hisparse.engine.models.hf import DSAModel, load_network
 from hisparse.engine.parallel import HeadParallel
 from hisparse.engine.sampler import Sampler
 from hisparse.errors import InvariantError
-from hisparse.layout import KVCacheLayout
 from hisparse.types import StepCommand, StepResult
 from hisparse.worker import HostPool, WorkerParts, build_worker
 
@@ -34,11 +33,6 @@ class Handshaking(Protocol):
 
 ConnectorFactory = Callable[[WorkerParts], WorkerConnector]
 """Makes a worker connector over one rank's memory, e.g. P/D's, which registers it with NIXL."""
-
-
-def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
-    """The cache layout that every part of an engine with this configuration uses."""
-    return KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype)
 
 
 class RankEngine:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hisparse.config import HiSparseConfig
+from hisparse.config import HiSparseConfig, kv_layout
 from hisparse.connector.base import WorkerConnector
 from hisparse.engine.core import EngineCore, Tokenizer
 from hisparse.engine.executor import LocalExecutor
-from hisparse.engine.rank import kv_layout
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.types import FinishReason, RequestOutput, RequestStats, SampledToken, SamplingParams
 from hisparse.worker.worker import WorkerParts

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.actors.keeper import KeeperActor, remove
-from hisparse.config import HiSparseConfig, load_config
-from hisparse.engine.rank import kv_layout
+from hisparse.config import HiSparseConfig, kv_layout, load_config
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.worker.host_pool import HostPool
 

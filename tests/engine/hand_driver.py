@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from hisparse.config import HiSparseConfig, hot_rows, load_config
+from hisparse.config import HiSparseConfig, hot_rows, kv_layout, load_config
 from hisparse.engine.executor import LocalExecutor
-from hisparse.engine.rank import ConnectorFactory, kv_layout
+from hisparse.engine.rank import ConnectorFactory
 from hisparse.types import (
     AckKind,
     BlockTableUpdate,

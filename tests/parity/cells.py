@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from hisparse.config import HiSparseConfig, load_config
+from hisparse.cache.admission import min_device_blocks
+from hisparse.config import HiSparseConfig, kv_layout, load_config
 from hisparse.testing.local_engine import Generation, LocalEngine, LocalPair
 from hisparse.testing.reference_decode import ReferenceRun
 from hisparse.types import Landing, SamplingParams
@@ -90,9 +91,6 @@ def cell_config(cell: Cell, checkpoint: Path, role: str) -> HiSparseConfig:
 
 def tight_blocks(config: HiSparseConfig) -> int:
     """The smallest device pool in which one longest request still runs host-backed."""
-    from hisparse.cache.admission import min_device_blocks
-    from hisparse.engine.rank import kv_layout
-
     return min_device_blocks(kv_layout(config), config.cache, max_model_len=config.model.max_model_len,
                              max_query_tokens=config.scheduler.prefill_chunk_tokens)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hisparse.cache.admission import min_device_blocks
-from hisparse.config import GIB, HiSparseConfig, load_config
-from hisparse.engine.rank import kv_layout
+from hisparse.config import GIB, HiSparseConfig, kv_layout, load_config
 from hisparse.pd.loopback import DEFAULT_NETWORK, LoopbackFaults
 from hisparse.testing.local_engine import Generation, LocalEngine
 from hisparse.testing.reference_decode import ReferenceModel, ReferenceRun
@@ -106,6 +105,7 @@ class Served:
     prompt: tuple[int, ...]
     max_tokens: int
     salt: str | None = None
+    priority: int = 0
     aborted: bool = False
 
 
@@ -133,13 +133,13 @@ class Rig:
         """Levers of the decode side's reads."""
         return DEFAULT_NETWORK.agents[self.decode.executor.handshakes[0].agent].faults
 
-    def put(self, name: str, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None) -> None:
-        self.served[name] = Served(tuple(prompt), max_tokens, salt)
+    def put(self, name: str, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, priority: int = 0) -> None:
+        self.served[name] = Served(tuple(prompt), max_tokens, salt, priority)
         if self.prefill is None:
-            self.decode.add(name, prompt, greedy(max_tokens), cache_salt=salt)
+            self.decode.add(name, prompt, greedy(max_tokens), cache_salt=salt, priority=priority)
         else:
             self.at_prefill.add(name)
-            self.prefill.add(name, prompt, greedy(1), cache_salt=salt, do_remote_decode=True)
+            self.prefill.add(name, prompt, greedy(1), cache_salt=salt, priority=priority, do_remote_decode=True)
 
     def hand_over(self, output: RequestOutput) -> None:
         """A prefill request ended: decode gets its answer."""
@@ -157,7 +157,7 @@ class Rig:
         request = self.served[name]
         try:
             self.decode.add(name, request.prompt, greedy(request.max_tokens), cache_salt=request.salt,
-                            kv_transfer_params=params)
+                            priority=request.priority, kv_transfer_params=params)
         except Exception as error:
             self.refused[name] = error
 

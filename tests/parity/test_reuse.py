@@ -61,7 +61,7 @@ def test_what_a_finished_answer_leaves_is_a_prefix(make_rig: MakeRig, tiny_check
     """The next turn of a conversation hits the pages of the answer too."""
     for mode in ("colocated", "pd"):
         rig = build(make_rig, tiny_checkpoints["glm52"], mode, "roomy")
-        history = prompt_of(41, 3)
+        history, hit = prompt_of(41, 3), 0
         for turn in range(4):
             rig.put(f"turn{turn}", history, 23)
             rig.run()
