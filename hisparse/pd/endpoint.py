@@ -27,6 +27,11 @@ def resident_region(group: int) -> str:
     return f"resident.{group}"
 
 
+RETIRED_S = 60.0
+"""How long answers of a replaced incarnation are refused unread. Incarnations have no order: a late answer of an older one,
+seen first after the newer one, looks newer. Longer than a lease lives without heartbeats, and no ban for ever."""
+
+
 def agent_name(engine_id: str, incarnation: int, rank: int) -> str:
     """Name of a rank's transport agent. A restarted engine has another incarnation, hence other agents."""
     return f"{engine_id}/{incarnation:016x}/{rank}"

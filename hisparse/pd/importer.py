@@ -115,7 +115,7 @@ class Importer:
         self.generation_slots = SlotPool(max(2, staging_slots), GENERATION_BYTES)
         for pool in (self.staging, self.generation_slots):
             transport.register(pool.address, pool.num_bytes)
-        self.peers = PeerTable(transport)
+        self.peers = PeerTable(transport, clock)
         self._scatter = Scatter(memory, slot_pages)
         self._jobs: dict[int, _Import] = {}
         self._lost: dict[str, _Lost] = {}

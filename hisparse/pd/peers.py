@@ -1,12 +1,17 @@
-"""Which prefill agents this rank is connected to. A restarted peer is a new agent: the old one goes first, for good."""
+"""Which prefill agents this rank is connected to. A restarted peer is a new agent: the old one goes first."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from hisparse.errors import TransferError
-from hisparse.pd.endpoint import RankEndpoint
+from hisparse.pd.endpoint import RETIRED_S, RankEndpoint
 from hisparse.pd.transport import Transport
 
 MAX_RETIRED = 4096
+RETIRED_HERE_S = RETIRED_S / 2
+"""Less than in the scheduler half, which retires first: what it lets through again is not refused here."""
 
 
 class PeerTable:
@@ -16,10 +21,10 @@ class PeerTable:
         handshakes: connections made so far.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport, self._clock = transport, clock
         self._agents: dict[tuple[str, int], str] = {}
-        self._retired: dict[str, None] = {}
+        self._retired: dict[str, float] = {}  # agent -> refused until
         self.handshakes = 0
 
     def connect(self, peer_id: str, endpoint: RankEndpoint) -> list[str]:
@@ -27,13 +32,13 @@ class PeerTable:
 
         Returns: agents of an earlier incarnation that were disconnected for it; their READs are over.
         Raises:
-            TransferError: the peer is not reachable, or it belongs to an incarnation that was replaced already.
+            TransferError: the peer is not reachable, or it belongs to an incarnation that was replaced lately.
         """
         key = (peer_id, endpoint.rank)
         current = self._agents.get(key)
         if current == endpoint.agent:
             return []
-        if endpoint.agent in self._retired:
+        if self._retired.get(endpoint.agent, 0.0) > self._clock():
             raise TransferError(f"agent {endpoint.agent} was replaced by a newer incarnation of {peer_id}")
         replaced: list[str] = []
         if current is not None:
@@ -58,6 +63,7 @@ class PeerTable:
         return True
 
     def _retire(self, agent: str) -> None:
-        self._retired[agent] = None
+        self._retired.pop(agent, None)
+        self._retired[agent] = self._clock() + RETIRED_HERE_S
         while len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]

@@ -20,7 +20,7 @@ from hisparse.connector.base import LoadEvents, PageGenerations
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
-from hisparse.pd.endpoint import RankEndpoint, check_regions
+from hisparse.pd.endpoint import RETIRED_S, RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
@@ -102,7 +102,8 @@ class PDConnectorScheduler:
         self._held = HeldLeases(clock)
         self._remotes: dict[str, _Remote] = {}
         self._incarnations: dict[str, int] = {}  # peer -> the one we talk to
-        self._retired: set[tuple[str, int]] = set()
+        self._retired: dict[tuple[str, int], float] = {}  # (peer, incarnation) -> refused until
+        self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._importing: dict[str, int] = {}  # live request -> its job
         self._next_job = 1
@@ -363,11 +364,13 @@ class PDConnectorScheduler:
 
     # ---- inside
     def _check_incarnation(self, engine_id: str, incarnation: int) -> None:
-        if (engine_id, incarnation) in self._retired:
+        if self._retired.get((engine_id, incarnation), 0.0) > self._clock():
             raise ProtocolError(f"prefill engine {engine_id} has restarted since it gave this answer; its pages are gone")
         current = self._incarnations.setdefault(engine_id, incarnation)
         if current != incarnation:
-            self._retired.add((engine_id, current))
+            now = self._clock()
+            self._retired = {name: until_s for name, until_s in self._retired.items() if until_s > now}
+            self._retired[engine_id, current] = now + RETIRED_S
             self._incarnations[engine_id] = incarnation
 
     def _take_notice(self, payload: bytes) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.rig import BLOCK, Rig, engine_config, prompt_of
+from hisparse.types import FinishReason
+from tests.parity.cells import never_fits_resident
+from tests.parity.rig import BLOCK, EXCUSED, Rig, engine_config, prompt_of
 
 SEEDS = range(int(os.environ.get("HISPARSE_STRESS_SEEDS", "3")))
 MODELS = ("glm52", "ds32", "glm5")
@@ -28,6 +30,7 @@ class Arrival:
     prompt: tuple[int, ...]
     max_tokens: int
     salt: str | None
+    priority: int
     abort_at: int | None
 
 
@@ -45,7 +48,8 @@ def workload(seed: int) -> list[Arrival]:
             salt = earlier.salt if draw.random() < 0.8 else salt
         step = draw.randrange(STEPS)
         abort_at = step + draw.randrange(40) if draw.random() < 0.2 else None
-        arrivals.append(Arrival(step, f"r{i}", prompt, draw.randint(1, 48), salt, abort_at))
+        arrivals.append(Arrival(step, f"r{i}", prompt, draw.randint(1, 48), salt,
+                                draw.choice([0, 0, 0, 1]), abort_at))
     return arrivals
 
 
@@ -56,18 +60,25 @@ def play(rig: Rig, arrivals: list[Arrival]) -> None:
     while todo or not all(rig.ended(name) for name in rig.served):
         for arrival in [a for a in todo if a.step <= turn]:
             todo.remove(arrival)
-            rig.put(arrival.name, arrival.prompt, arrival.max_tokens, salt=arrival.salt)
+            rig.put(arrival.name, arrival.prompt, arrival.max_tokens, salt=arrival.salt,
+                    priority=arrival.priority)
         for name in [n for n, at in aborts.items() if at <= turn and n in rig.served]:
             del aborts[name]
             if not rig.ended(name):
                 rig.abort(name)
         rig.step()
+        if rig.watch is not None:
+            rig.watch()
         for engine in rig.engines:
             engine.core.check()
         turn += 1
-        assert turn < 20000, [engine.core.stats() for engine in rig.engines]
+        assert turn < 200_000, [engine.core.stats() for engine in rig.engines]
     rig.drain()
-    rig.check()
+    failed = {name for name, answer in rig.decode.answers.items() if answer.finish_reason is FinishReason.ERROR}
+    for name in failed:
+        assert not rig.answer(name).token_ids and rig.answer(name).error, rig.answer(name)
+    rig.check(*(name for name, request in rig.served.items()
+                if not request.aborted and name not in rig.refused and name not in failed))
     rig.check_aborted()
 
 
@@ -115,7 +126,39 @@ def test_pair(seed: int, make_rig: Callable[..., Rig], tiny_checkpoints: dict[st
     add(totals, "pair", rig)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pair_with_faults(seed: int, make_rig: Callable[..., Rig], tiny_checkpoints: dict[str, Path]) -> None:
+    """READs that fail or hang, notices that vanish, leases that end early; either policy."""
+    path = tiny_checkpoints[MODELS[seed % 3]]
+    draw = random.Random(-seed - 1)
+    policy = ("recompute", "fail")[seed % 2]
+    pd = {"lease_s": draw.choice([0.3, 1.0, 30.0]), "transfer_deadline_s": 0.5, "kv_load_failure_policy": policy}
+    rig = make_rig(
+        engine_config(path, "decode", slack=draw.choice([0, 5, 20, 40]), host_pages=draw.choice([22, 40, 80]), pd=pd),
+        engine_config(path, "prefill", slack=draw.choice([0, 20, 100]), host_pages=draw.choice([40, 80]), pd=pd))
+    if draw.random() < 0.5:
+        never_fits_resident(rig.decode)
+    faults, odds = rig.faults, draw.choice([0.02, 0.1])
+    faults.reorder = random.Random(seed)
+    faults.fail = lambda number: random.Random(f"f{seed}/{number}").random() < odds
+    faults.hang = lambda number: random.Random(f"h{seed}/{number}").random() < 0.01
+
+    def lose_notices() -> None:
+        faults.drop_notices = draw.random() < 0.3
+
+    if pd["lease_s"] < 30:
+        rig.watch = lose_notices
+    play(rig, workload(seed))
+    assert not rig.refused
+    failures = rig.decode.core.stats().import_failures
+    errors = sum(answer.finish_reason is FinishReason.ERROR for answer in rig.decode.answers.values())
+    assert errors == (failures if policy == "fail" else 0), (errors, rig.decode.pd.stats())
+    print(f"seed {seed}: {policy}, {rig.decode.pd.stats().imports_failed}, {rig.decode.core.stats().preemptions} preemptions")
+
+
 def test_the_pools_were_really_tight(totals: dict[str, dict[str, int]]) -> None:
+    print("excused by a near tie of the reference:", EXCUSED)
+    assert len(EXCUSED) <= max(1, len(SEEDS) // 3), EXCUSED
     for mode, total in totals.items():
         print(mode, total)
         for name in ("preemptions", "spills", "reused", "misses", "hits"):
