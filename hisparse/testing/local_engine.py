@@ -109,16 +109,10 @@ class LocalEngine:
 
 
 class LocalPair:
-    """A prefill engine and a decode engine that reads from it, stepped in turn."""
+    """A prefill engine and a decode engine that reads from it, stepped in turn. Engine ids must differ."""
 
-    def __init__(self, prefill: HiSparseConfig, decode: HiSparseConfig, *, tokenizer: Tokenizer | None = None) -> None:
-        suffix = secrets.token_hex(3)
-        self.prefill = LocalEngine(prefill, engine_id=f"prefill-{suffix}")
-        try:
-            self.decode = LocalEngine(decode, engine_id=f"decode-{suffix}", tokenizer=tokenizer)
-        except BaseException:
-            self.prefill.close()
-            raise
+    def __init__(self, prefill: LocalEngine, decode: LocalEngine) -> None:
+        self.prefill, self.decode = prefill, decode
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Generation]:
         """All prompts at once through prefill, then decode."""

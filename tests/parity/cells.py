@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +38,12 @@ class Cell:
 
 
 def full_matrix() -> list[Cell]:
-    return [Cell(*values) for values in itertools.product(*AXES)]
+    return [Cell(model, prompt, tier, ranks, mode)
+            for model, tier, ranks, mode, prompt in itertools.product(MODELS, TIERS, RANKS, MODES, PROMPTS)]
 
 
 def pairwise() -> list[Cell]:
-    """Few cells in which every pair of values of two axes occurs; greedy, deterministic."""
+    """Few cells in which every pair of values of two axes occurs; greedy, deterministic. Cells of one engine adjoin."""
     def pairs(cell: Cell) -> set[tuple[int, object, int, object]]:
         values = (cell.model, cell.prompt, cell.tier, cell.ranks, cell.mode)
         return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
@@ -53,7 +55,7 @@ def pairwise() -> list[Cell]:
         best = max(cells, key=lambda cell: len(pairs(cell) & missing))
         chosen.append(best)
         missing -= pairs(best)
-    return chosen
+    return sorted(chosen, key=lambda cell: (cell.model, cell.tier, cell.ranks, cell.mode, cell.prompt))
 
 
 def is_tight(cell: Cell, role: str) -> bool:
@@ -69,7 +71,7 @@ def cell_config(cell: Cell, checkpoint: Path, role: str) -> HiSparseConfig:
     """Resident: room for everything. Tight: pages of 16 tokens and the smallest device pool that can hold the request
     host-backed, so that pages outside the two-page tail must go."""
     tight = is_tight(cell, role)
-    length = cell.prompt + NUM_TOKENS
+    length = (cell.prompt if tight else max(PROMPTS)) + NUM_TOKENS
     cache: dict[str, object] = {
         "block_size": 16 if cell.tier == "tight" else 64, "device_blocks": 2048, "host_pool_gib": 0.05,
         "host_pool": "auto",
@@ -95,24 +97,43 @@ def tight_blocks(config: HiSparseConfig) -> int:
                              max_query_tokens=config.scheduler.prefill_chunk_tokens)
 
 
-def run_cell(cell: Cell, checkpoint: Path, prompt: list[int]) -> Generation:
+class Engines:
+    """Running engines by configuration; a cell with an equal one uses it again. At most one per role is kept."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, tuple[HiSparseConfig, LocalEngine]] = {}
+
+    def get(self, config: HiSparseConfig) -> LocalEngine:
+        role = config.pd.role
+        if role in self._engines and self._engines[role][0] != config:
+            self._engines.pop(role)[1].close()
+        if role not in self._engines:
+            self._engines[role] = config, LocalEngine(config, engine_id=f"{role}-{secrets.token_hex(4)}")
+        return self._engines[role][1]
+
+    def close(self) -> None:
+        for _, engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+
+def run_cell(engines: Engines, cell: Cell, checkpoint: Path, prompt: list[int]) -> Generation:
     """The engine's answer; both pools are full again and nothing is leased afterwards."""
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine: LocalEngine | LocalPair
     if cell.mode == "colocated":
-        engine = LocalEngine(cell_config(cell, checkpoint, "colocated"))
+        engine = decode = engines.get(cell_config(cell, checkpoint, "colocated"))
     else:
-        engine = LocalPair(cell_config(cell, checkpoint, "prefill"), cell_config(cell, checkpoint, "decode"))
+        decode = engines.get(cell_config(cell, checkpoint, "decode"))
+        engine = LocalPair(engines.get(cell_config(cell, checkpoint, "prefill")), decode)
         if cell.tier == "tight":
-            never_fits_resident(engine.decode)
-    try:
-        (answer,) = engine.generate([prompt], sampling)
-        engine.drain()
-        stats = (engine if isinstance(engine, LocalEngine) else engine.decode).core.stats()
-    finally:
-        engine.close()
+            never_fits_resident(decode)
+    (answer,) = engine.generate([prompt], sampling)
+    engine.drain()
+    cache = decode.core.stats().cache
     assert answer.error is None, answer.error
-    assert stats.cache["device_blocks_free"] == stats.cache["device_blocks_total"], "device blocks leaked"
-    assert stats.cache["host_blocks_free"] == stats.cache["host_blocks_total"], "host blocks leaked"
+    assert cache["device_blocks_free"] == cache["device_blocks_total"], "device blocks leaked"
+    assert cache["host_blocks_free"] == cache["host_blocks_total"], "host blocks leaked"
     check_tier(cell, answer)
     return answer
 

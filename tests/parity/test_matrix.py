@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.testing.reference_decode import ReferenceModel, ReferenceRun
-from tests.parity.cells import NUM_TOKENS, Cell, chunk_tokens, compare, full_matrix, pairwise, run_cell
+from tests.parity.cells import NUM_TOKENS, Cell, Engines, chunk_tokens, compare, full_matrix, pairwise, run_cell
 
 
 @functools.cache
@@ -30,24 +31,32 @@ def reference(path: Path, length: int, chunk: int) -> ReferenceRun:
     return model(path).decode(prompt_ids(path, length), NUM_TOKENS, prefill_chunks=chunk)
 
 
-def check(cell: Cell, path: Path) -> str | None:
-    answer = run_cell(cell, path, list(prompt_ids(path, cell.prompt)))
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    running = Engines()
+    yield running
+    running.close()
+
+
+def check(engines: Engines, cell: Cell, path: Path) -> str | None:
+    answer = run_cell(engines, cell, path, list(prompt_ids(path, cell.prompt)))
     assert len(answer.token_ids) == NUM_TOKENS
     return compare(cell, answer, reference(path, cell.prompt, chunk_tokens(cell)))
 
 
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
-def test_tokens_equal_transformers(cell: Cell, tiny_checkpoints: dict[str, Path]) -> None:
-    assert check(cell, tiny_checkpoints[cell.model]) is None, "a near tie: choose another prompt for the pairwise subset"
+def test_tokens_equal_transformers(cell: Cell, engines: Engines, tiny_checkpoints: dict[str, Path]) -> None:
+    excuse = check(engines, cell, tiny_checkpoints[cell.model])
+    assert excuse is None, f"{excuse}: choose another prompt for the pairwise subset"
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(0)
-def test_full_matrix(tiny_checkpoints: dict[str, Path]) -> None:
+def test_full_matrix(engines: Engines, tiny_checkpoints: dict[str, Path]) -> None:
     cells = full_matrix()
     excused = []
     for cell in cells:
-        line = check(cell, tiny_checkpoints[cell.model])
+        line = check(engines, cell, tiny_checkpoints[cell.model])
         print(cell, line or "equal", flush=True)
         if line:
             excused.append(line)
