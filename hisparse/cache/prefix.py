@@ -40,6 +40,11 @@ def _put(digest: hashlib._Hash, name: str, value: str | None) -> None:
         digest.update(b"\0" if part is None else b"\1" + struct.pack("<Q", len(part)) + part)
 
 
+def prompt_digest(layout_fingerprint: str, extra: ExtraKeys, token_ids: Sequence[int]) -> str:
+    """What a prompt's KV depends on, as 64 hex digits; whoever reads KV of a peer checks that it is of his prompt."""
+    return hashlib.sha256(root_key(layout_fingerprint, extra) + np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()
+
+
 class PageKeys:
     """Keys of the full pages of one growing token list. `keys[i]` covers tokens [0, (i + 1) * block_size).
 

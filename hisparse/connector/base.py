@@ -109,8 +109,9 @@ class RemotePrefill(Protocol):
 class RemoteDecode(Protocol):
     """Scheduler half of a P/D connector, prefill side."""
 
-    def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations) -> Mapping[str, Any]:
-        """Leases the pages and returns `kv_transfer_params` for the decode side. The caller pinned the pages."""
+    def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations, *,
+              prompt_digest: str) -> Mapping[str, Any]:
+        """Leases the pages of the prompt named; returns `kv_transfer_params` for decode. The caller pinned the pages."""
 
     def take_expired(self) -> tuple[str, ...]:
         """Leases that ended (released by decode or out of time) since the last call; the caller drops the pins."""

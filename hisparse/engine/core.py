@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hisparse.cache.kv_cache_manager import KVCacheManager
-from hisparse.cache.prefix import ExtraKeys
+from hisparse.cache.prefix import ExtraKeys, prompt_digest
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.connector.base import LoadEvents, RemoteDecode, RemotePrefill, SchedulerConnector
 from hisparse.connector.hisparse import HiSparseConnectorScheduler
@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process
 class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
     """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
 
-    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *, num_prompt_tokens: int) -> int: ...
+    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *, num_prompt_tokens: int,
+                   prompt_digest: str) -> int: ...
     def reject_remote(self, kv_transfer_params: Any, reason: str) -> None: ...
     def release_request(self, request_id: str) -> None: ...
 
@@ -160,14 +161,16 @@ class EngineCore:
             raise
         request = Request(
             request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
-            sampling=sampling, arrival=next(self._arrivals), priority=priority, do_remote_decode=do_remote_decode,
+            sampling=sampling, arrival=next(self._arrivals), priority=priority, cache_salt=cache_salt,
+            do_remote_decode=do_remote_decode,
             remote=kv_transfer_params is not None,
         )
         if kv_transfer_params is not None:
             try:
                 if self.pd is None:
                     raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
-                self.pd.add_remote(request_id, kv_transfer_params, num_prompt_tokens=len(prompt_token_ids))
+                self.pd.add_remote(request_id, kv_transfer_params, num_prompt_tokens=len(prompt_token_ids),
+                                   prompt_digest=self._digest(request))
             except (ProtocolError, TransferError) as error:
                 if self.config.pd.kv_load_failure_policy == "fail":
                     self.cache.close(request_id)
@@ -337,10 +340,15 @@ class EngineCore:
         assert self.pd is not None
         self.scheduler.remove(request)
         pages, generations = self.cache.hold(request.request_id)
-        params = self.pd.grant(request.request_id, pages, generations)
+        params = self.pd.grant(request.request_id, pages, generations, prompt_digest=self._digest(request))
         request.state = RequestState.HELD
         self._leases[request.request_id] = request
         self._emit(request, "", finish=FinishReason.STOP, params=params)
+
+    def _digest(self, request: Request) -> str:
+        """Of the prompt: prefill and decode must mean the same one."""
+        return prompt_digest(self.layout.fingerprint(), ExtraKeys(cache_salt=request.cache_salt),
+                             request.token_ids[: request.num_prompt_tokens])
 
     def _end_leases(self) -> None:
         if self.pd is None or self.config.pd.role != "prefill":

@@ -33,6 +33,7 @@ class Request:
     arrival: int
     """Order of arrival, a counter: earlier is served first within a priority."""
     priority: int = 0
+    cache_salt: str | None = None
     do_remote_decode: bool = False
     remote: bool = False
     """Its prompt KV was computed by a prefill engine."""

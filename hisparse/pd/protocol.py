@@ -42,6 +42,8 @@ class RemoteHeader:
     lease_id: str
     lease_s: float
     num_tokens: int
+    prompt_digest: str
+    """Of the prompt whose KV it is; see `hisparse.cache.prefix.prompt_digest`."""
     endpoints: tuple[RankEndpoint, ...]
 
 
@@ -56,13 +58,13 @@ class RemoteKV(RemoteHeader):
 
 
 def encode_params(*, layout: KVCacheLayout, fingerprint: str, engine_id: str, incarnation: int, lease_id: str,
-                  lease_s: float, num_tokens: int, endpoints: Sequence[RankEndpoint],
+                  lease_s: float, num_tokens: int, prompt_digest: str, endpoints: Sequence[RankEndpoint],
                   table: PageTable) -> dict[str, Any]:
     """The dictionary that prefill answers with; only str, int, float, list and dict inside."""
     return {
         "version": WIRE_VERSION, "block_size": layout.block_size, "fingerprint": fingerprint,
         "engine_id": engine_id, "incarnation": f"{incarnation:016x}", "lease_id": lease_id, "lease_s": float(lease_s),
-        "num_tokens": num_tokens, "tp": len(endpoints),
+        "num_tokens": num_tokens, "prompt": prompt_digest, "tp": len(endpoints),
         "pages": {
             "indexer": pack_array(table.indexer, "<i4"), "resident": [pack_array(row, "<i4") for row in table.resident],
             "host": pack_array(table.host, "<i4"),
@@ -91,7 +93,8 @@ def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
     table = _decode_table(params, layout, layout.pages(header.num_tokens))
     _check_table(table, header.endpoints)
     return RemoteKV(engine_id=header.engine_id, incarnation=header.incarnation, lease_id=header.lease_id,
-                    lease_s=header.lease_s, num_tokens=header.num_tokens, endpoints=header.endpoints, pages=table)
+                    lease_s=header.lease_s, num_tokens=header.num_tokens, prompt_digest=header.prompt_digest,
+                    endpoints=header.endpoints, pages=table)
 
 
 def decode_header(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> RemoteHeader:
@@ -121,7 +124,7 @@ def decode_header(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
                             + (f"{len(ranks)}" if isinstance(ranks, list) else type(ranks).__name__))
     return RemoteHeader(
         engine_id=engine_id, incarnation=incarnation, lease_id=read_text(params, "lease_id"), lease_s=float(lease_s),
-        num_tokens=read_int(params, "num_tokens", 0, 1 << 40),
+        num_tokens=read_int(params, "num_tokens", 0, 1 << 40), prompt_digest=read_text(params, "prompt"),
         endpoints=tuple(
             decode_endpoint(item, rank=rank, agent=agent_name(engine_id, incarnation, rank), layout=layout)
             for rank, item in enumerate(ranks)))

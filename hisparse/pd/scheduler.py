@@ -142,8 +142,9 @@ class PDConnectorScheduler:
             self._end_job(job, self._loaded, self._failed, self._drained)
 
     # ---- prefill role (RemoteDecode)
-    def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations) -> Mapping[str, Any]:
-        """Leases the pages (first_page must be 0) and returns `kv_transfer_params`: JSON types only.
+    def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations, *,
+              prompt_digest: str) -> Mapping[str, Any]:
+        """Leases the pages (first_page must be 0) of the prompt named and returns `kv_transfer_params`: JSON types only.
 
         An empty page list gives parameters that decode refuses, and the request is in take_expired() at once.
         """
@@ -163,6 +164,7 @@ class PDConnectorScheduler:
         return encode_params(
             layout=self._layout, fingerprint=self._fingerprint, engine_id=self.engine_id, incarnation=self.incarnation,
             lease_id=lease_id, lease_s=self._config.lease_s, num_tokens=0 if empty else pages.num_tokens,
+            prompt_digest=prompt_digest,
             endpoints=self._endpoints, table=table_of(pages, generations))
 
     def release_request(self, request_id: str) -> None:
@@ -176,13 +178,14 @@ class PDConnectorScheduler:
 
     # ---- decode role (RemotePrefill)
     def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *,
-                   num_prompt_tokens: int | None = None) -> int:
+                   num_prompt_tokens: int | None = None, prompt_digest: str | None = None) -> int:
         """Checks and keeps a prefill answer; returns the tokens it holds. Call before the engine schedules the request.
 
         Several requests may share one answer (n > 1): prefill is told to release when the last of them is done.
         A second answer for a request (a retry) replaces the first; the landing on record stays.
         Args:
-            num_prompt_tokens: of this request; an answer for more tokens than that is another prompt's.
+            num_prompt_tokens, prompt_digest: of this request; an answer for more tokens or with another digest is of
+                another prompt. None = not checked.
         Raises:
             ProtocolError: it does not fit; where the lease could be read, prefill is told to release it.
         """
@@ -194,6 +197,9 @@ class PDConnectorScheduler:
             self._check_incarnation(kv.engine_id, kv.incarnation)
             if num_prompt_tokens is not None and kv.num_tokens > num_prompt_tokens:
                 raise ProtocolError(f"prefill holds {kv.num_tokens} tokens for a prompt of {num_prompt_tokens}")
+            if prompt_digest is not None and kv.prompt_digest != prompt_digest:
+                raise ProtocolError(f"prefill answered for another prompt or cache salt: digest {kv.prompt_digest[:16]}..., "
+                                    f"ours is {prompt_digest[:16]}...")
         except ProtocolError as error:
             self._failures[ImportFailure.REFUSED.value] += 1
             self.reject_remote(kv_transfer_params, str(error))

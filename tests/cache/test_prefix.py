@@ -9,7 +9,7 @@ import sys
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
+from hisparse.cache.prefix import ExtraKeys, PageKeys, prompt_digest, root_key
 
 
 def keys(tokens: list[int], extra: ExtraKeys | None = None, *, block_size: int = 64, fingerprint: str = "f") -> list[bytes]:
@@ -67,3 +67,11 @@ def test_growing_in_pieces_gives_the_same_keys(tokens: list[int], cuts: list[int
     for first, end in itertools.pairwise(edges):
         chain.extend(tokens[first:end])
     assert chain.keys == keys(tokens, block_size=8)
+
+
+def test_prompt_digests_tell_prompts_and_salts_apart() -> None:
+    salted = ExtraKeys(cache_salt="a")
+    digests = {prompt_digest("layout", extra, ids) for extra in (ExtraKeys(), salted) for ids in ([1, 2], [2, 1], [1, 2, 3])}
+    digests.add(prompt_digest("other layout", salted, [1, 2]))
+    assert len(digests) == 7
+    assert prompt_digest("layout", salted, (1, 2)) in digests

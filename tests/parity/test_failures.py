@@ -350,6 +350,7 @@ BAD: dict[str, tuple[Tamper, bool]] = {
     "version": (changed(("version",), lambda v: v + 1), False),
     "fingerprint": (changed(("fingerprint",), lambda v: "0" * len(v)), False),
     "block size": (changed(("block_size",), lambda v: v * 2), False),
+    "another prompt": (changed(("prompt",), lambda v: v[::-1]), True),
     "no pages": (changed(("num_tokens",), lambda v: 0), False),
     "short indexer list": (changed(("pages", "indexer"), lambda v: v[: len(v) // 2]), True),
     "short host list": (changed(("pages", "host"), lambda v: ""), True),

@@ -96,7 +96,7 @@ SOURCE = pick_pages(5, PAGES, TOKENS, resident=[True, False] * 3, host=[False, T
 
 
 def start(prefill: Replica, decode: Replica, name: str, landing: Landing = Landing.HOST, seed: int = 7) -> RequestPages:
-    params = prefill.pd.grant(f"p-{name}", SOURCE, prefill.memories[0].generations_of(SOURCE))
+    params = prefill.pd.grant(f"p-{name}", SOURCE, prefill.memories[0].generations_of(SOURCE), prompt_digest="d" * 64)
     decode.pd.add_remote(f"d-{name}", params)
     resident = [landing is Landing.RESIDENT or i == PAGES - 1 for i in range(PAGES)]
     target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[True] * PAGES)
@@ -233,7 +233,7 @@ def test_engine_without_host_pool_lands_resident_only(network: LoopbackNetwork) 
     for worker, half in zip(workers, halves):
         half.set_endpoints([worker.handshake()])
     pages = pick_pages(5, PAGES, TOKENS, resident=[True] * PAGES, host=[False] * PAGES)
-    halves[1].add_remote("d-1", halves[0].grant("p-1", pages, far.generations_of(pages)))
+    halves[1].add_remote("d-1", halves[0].grant("p-1", pages, far.generations_of(pages), prompt_digest="d" * 64))
     target = pick_pages(6, PAGES, TOKENS, resident=[True] * PAGES, host=[False] * PAGES)
     halves[1].start_import("d-1", ImportTarget(import_id=1, landing=Landing.RESIDENT, pages=target))
     workers[1].start_step(halves[1].build_metadata(1))

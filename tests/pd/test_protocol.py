@@ -29,7 +29,8 @@ def answer() -> dict[str, Any]:
     pages = pick_pages(3, PAGES, 18, resident=[True, True, False, True, True], host=[True, False, True, False, True])
     return encode_params(
         layout=LAYOUT, fingerprint=LAYOUT.fingerprint(), engine_id="p", incarnation=0xABC, lease_id="lease-1", lease_s=30.0,
-        num_tokens=18, endpoints=side.endpoints, table=table_of(pages, side.ranks[0].generations_of(pages)))
+        prompt_digest="d" * 64, num_tokens=18, endpoints=side.endpoints,
+        table=table_of(pages, side.ranks[0].generations_of(pages)))
 
 
 def decode(params: Any) -> Any:
@@ -42,7 +43,8 @@ def test_round_trip_through_json() -> None:
     generations = side.ranks[0].generations_of(pages)
     params = encode_params(
         layout=LAYOUT, fingerprint=LAYOUT.fingerprint(), engine_id="p", incarnation=0xABC, lease_id="lease-1", lease_s=30.0,
-        num_tokens=18, endpoints=side.endpoints, table=table_of(pages, generations))
+        prompt_digest="d" * 64, num_tokens=18, endpoints=side.endpoints,
+        table=table_of(pages, generations))
     kv = decode(json.loads(json.dumps(params)))
     assert (kv.engine_id, kv.incarnation, kv.lease_id, kv.lease_s, kv.num_tokens) == ("p", 0xABC, "lease-1", 30.0, 18)
     assert kv.endpoints == tuple(side.endpoints)
@@ -79,6 +81,7 @@ HOSTILE: list[tuple[str, Change, str]] = [
     ("other page size", lambda p: p.update(block_size=8), "pages of 8 tokens"),
     ("other fingerprint", lambda p: p.update(fingerprint="0" * 32), "fingerprint"),
     ("fingerprint is a list", lambda p: p.update(fingerprint=["x"]), "fingerprint"),
+    ("no prompt digest", lambda p: p.pop("prompt"), "prompt"),
     ("empty page list", lambda p: p.update(num_tokens=0), "empty page list"),
     ("negative tokens", lambda p: p.update(num_tokens=-4), "num_tokens"),
     ("tokens of another length", lambda p: p.update(num_tokens=22), "expected 6"),

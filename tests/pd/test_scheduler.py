@@ -22,6 +22,9 @@ PAGES, TOKENS = 5, 18
 INC = 0xABC
 
 
+DIGEST = "d" * 64
+
+
 class Engine:
     """A scheduler half over ranks that exist only as endpoints."""
 
@@ -36,7 +39,8 @@ class Engine:
 
     def grant(self, request_id: str) -> dict[str, Any]:
         pages = pick_pages(3, PAGES, TOKENS, resident=[True] * PAGES, host=[True] * PAGES)
-        return json.loads(json.dumps(self.pd.grant(request_id, pages, self.side.ranks[0].generations_of(pages))))
+        generations = self.side.ranks[0].generations_of(pages)
+        return json.loads(json.dumps(self.pd.grant(request_id, pages, generations, prompt_digest=DIGEST)))
 
     def build(self) -> Any:
         self.steps += 1
@@ -88,7 +92,8 @@ def test_lease_ends_by_release_or_time_and_its_request_is_named_once() -> None:
 def test_empty_page_list_is_a_failure_on_both_sides() -> None:
     prefill, decode = Engine("p"), Engine("d")
     nothing = RequestPages(first_page=0, num_tokens=0, indexer_blocks=(), resident_blocks=((),) * GROUPS, host_blocks=())
-    params = prefill.pd.grant("p-1", nothing, PageGenerations(indexer=(), resident=((),) * GROUPS, host=()))
+    generations = PageGenerations(indexer=(), resident=((),) * GROUPS, host=())
+    params = prefill.pd.grant("p-1", nothing, generations, prompt_digest=DIGEST)
     assert prefill.pd.take_expired() == ("p-1",) and prefill.pd.stats().leases_held == 0
     with pytest.raises(ProtocolError, match="empty page list"):
         decode.pd.add_remote("d-1", params)
@@ -99,13 +104,13 @@ def test_grant_refuses_what_cannot_be_leased() -> None:
     prefill = Engine("p")
     pages = pick_pages(3, 3, TOKENS, resident=[True] * 3, host=[True] * 3)
     with pytest.raises(InvariantError, match="3 pages for 18 tokens"):
-        prefill.pd.grant("p-1", pages, prefill.side.ranks[0].generations_of(pages))
+        prefill.pd.grant("p-1", pages, prefill.side.ranks[0].generations_of(pages), prompt_digest=DIGEST)
     partial = pick_pages(3, 4, TOKENS, first_page=1, resident=[True] * 4, host=[True] * 4)
     with pytest.raises(InvariantError, match="whole prompts"):
-        prefill.pd.grant("p-1", partial, prefill.side.ranks[0].generations_of(partial))
+        prefill.pd.grant("p-1", partial, prefill.side.ranks[0].generations_of(partial), prompt_digest=DIGEST)
     bare = PDConnectorScheduler(LAYOUT, PDConfig(), engine_id="x", incarnation=1, num_ranks=1)
     with pytest.raises(InvariantError, match="set_endpoints"):
-        bare.grant("p-1", pages, prefill.side.ranks[0].generations_of(pages))
+        bare.grant("p-1", pages, prefill.side.ranks[0].generations_of(pages), prompt_digest=DIGEST)
     with pytest.raises(ProtocolError, match="ranks 0..1"):
         PDConnectorScheduler(LAYOUT, PDConfig(), engine_id="x", incarnation=1, num_ranks=2).set_endpoints(
             prefill.side.endpoints)
@@ -353,6 +358,15 @@ def test_answer_for_a_longer_prompt_is_refused_and_released() -> None:
     assert decode.pd.add_remote("d-1", prefill.grant("p-2"), num_prompt_tokens=18) == TOKENS
     with pytest.raises(ConfigError, match="engine_id"):
         PDConnectorScheduler(LAYOUT, PDConfig(), engine_id="x" * 300, incarnation=1, num_ranks=1)
+
+
+def test_answer_for_another_prompt_is_refused_and_released() -> None:
+    prefill, decode = Engine("p"), Engine("d")
+    params = prefill.grant("p-1")
+    with pytest.raises(ProtocolError, match="another prompt or cache salt"):
+        decode.pd.add_remote("d-1", params, num_prompt_tokens=TOKENS, prompt_digest="e" * 64)
+    assert sent(decode.build()) == [("release", params["lease_id"])]
+    assert decode.pd.add_remote("d-1", prefill.grant("p-2"), prompt_digest=DIGEST) == TOKENS
 
 
 def test_impossible_calls_are_our_bugs() -> None:
