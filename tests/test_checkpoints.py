@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hisparse.checkpoints import recall_checkpoint
+from hisparse.checkpoints import measured_recall, recall_checkpoint
 from hisparse.testing.recall_documents import build_recall_document
 
 CONFIG = json.loads((recall_checkpoint() / "config.json").read_text())
@@ -71,3 +71,12 @@ def test_transformers_loads_it_and_it_answers_a_short_document() -> None:
     output = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
     assert output[-1] == CONFIG["eos_token_id"]
     assert document.is_answer(tokenizer.decode(output, skip_special_tokens=True))
+
+
+def test_the_measured_recall_is_the_one_of_the_model_card() -> None:
+    measured = measured_recall()
+    card = (recall_checkpoint() / "README.md").read_text()
+    for tokens, share in measured["exact_match"].items():
+        assert f"| {int(tokens):,} | {measured['documents']} | **{share:.3f}** |" in card
+        assert share >= 0.95
+    assert measured["command"] in card and measured["transformers"] in card and measured["date"] in card

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-__all__ = ["recall_checkpoint"]
+__all__ = ["measured_recall", "recall_checkpoint"]
 
 
 def recall_checkpoint() -> Path:
@@ -27,3 +29,8 @@ def recall_checkpoint() -> Path:
             "reinstall hisparse with its package data"
         )
     return directory
+
+
+def measured_recall() -> dict[str, Any]:
+    """What the recall checkpoint was measured to answer: `exact_match` by prompt tokens, and date, hardware, command."""
+    return dict(json.loads((recall_checkpoint() / "measured.json").read_text()))

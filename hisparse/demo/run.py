@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.actors.handles import start_cluster, stop_cluster
+from hisparse.checkpoints import measured_recall
 from hisparse.cli import free_port
 from hisparse.config import HiSparseConfig, load_config, model_path
 from hisparse.demo.client import Answer, ask_all
@@ -76,6 +77,10 @@ def _run(console: Console, *, keep: bool) -> list[Verdict]:
     console.print(f"[bold]hisparse demo[/]: {len(prompts)} questions about documents of {min(map(len, ids))} to "
                   f"{max(map(len, ids))} tokens, prefill and decode in separate replicas on "
                   f"{os.cpu_count()} cores")
+    recalled = measured_recall()
+    shares = ", ".join(f"{int(tokens):,} tokens {share:.0%}" for tokens, share in recalled["exact_match"].items())
+    console.print(f"the bundled checkpoint's recall with unmodified transformers, {recalled['documents']} documents each: "
+                  f"{shares} ({recalled['hardware']}, {recalled['date']})", highlight=False)
     verdicts: list[Verdict] = []
     answers: dict[str, list[Answer]] = {}
     console.print("starting a local Ray cluster ...")
