@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -53,6 +55,13 @@ def assert_nothing_is_held(service: Service) -> None:
         assert cache["host_blocks_free"] == cache["host_blocks_total"], role
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_held_afterwards(service: Service) -> Iterator[None]:
+    """After each test every account adds up, both pools of both engines are full, and nothing is leased."""
+    yield
+    assert_nothing_is_held(service)
+
+
 def test_prefill_and_decode_answer_right(service: Service) -> None:
     assert [model.id for model in service.client.models.list()] == ["recall"]
     health = service.get("/health")
@@ -69,7 +78,6 @@ def test_prefill_and_decode_answer_right(service: Service) -> None:
     salted = ask(service, asked.prompt, extra_body={"cache_salt": "another tenant"})
     assert salted.choices[0].text == answer.choices[0].text
     assert salted.usage.prompt_tokens_details.cached_tokens == 0, "no reuse across salts"  # type: ignore[union-attr]
-    assert_nothing_is_held(service)
 
 
 def test_tokens_equal_unmodified_transformers(service: Service) -> None:
@@ -130,7 +138,15 @@ def test_more_requests_than_seats_at_once(service: Service) -> None:
     answers = asyncio.run(all_at_once())
     wrong = [item.seed for item, answer in zip(asked, answers) if not item.is_answer(answer.choices[0].text)]
     assert wrong == []
-    assert_nothing_is_held(service)
+
+
+def test_the_snippet_of_the_readme_runs(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.S)
+    prompt = document(4)
+    code = snippet.replace("http://127.0.0.1:8000", service.url).replace('"..."', repr(prompt.prompt))
+    exec(compile(code, "README.md", "exec"), {})
+    assert prompt.is_answer(capsys.readouterr().out)
 
 
 def test_bad_input_costs_nothing(service: Service) -> None:
@@ -146,7 +162,6 @@ def test_bad_input_costs_nothing(service: Service) -> None:
         assert response.json()["error"]["message"]
     assert httpx.post(f"{service.url}/v1/completions", content=b"{", timeout=30).status_code == 400
     assert {role: engine["admissions"] for role, engine in service.engines().items()} == before
-    assert_nothing_is_held(service)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -163,7 +178,6 @@ def test_a_client_that_leaves_aborts_everywhere(service: Service, stream: bool) 
                 client.post(f"{service.url}/v1/completions", json=body, timeout=3.0)
     engines = service.settled(timeout_s=10.0)
     assert engines["decode"]["generated_tokens"] - before < 900, "it did not run to its end"
-    assert_nothing_is_held(service)
 
 
 def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Service) -> None:
@@ -173,7 +187,6 @@ def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Servic
     assert asked.is_answer(answer.choices[0].text), "bounded retries, then a local prefill"
     wait_until_healthy(service)
     assert details(ask(service, document(5).prompt))["prefill"] == "remote"
-    assert_nothing_is_held(service)
 
 
 def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_replaced(service: Service) -> None:
@@ -190,7 +203,6 @@ def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_re
     wait_until_healthy(service)
     asked = document(8)
     assert asked.is_answer(ask(service, asked.prompt).choices[0].text)
-    assert_nothing_is_held(service)
     assert not any(pool.exists() for pool in set(before) - set(service.pools())), "the dead engine's pool is gone"
 
 
