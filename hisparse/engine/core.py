@@ -43,7 +43,7 @@ class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
     """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
 
     def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *, num_prompt_tokens: int,
-                   prompt_digest: str) -> int: ...
+                   digest_of: Callable[[int], str]) -> int: ...
     def reject_remote(self, kv_transfer_params: Any, reason: str) -> None: ...
     def release_request(self, request_id: str) -> None: ...
 
@@ -170,7 +170,7 @@ class EngineCore:
                 if self.pd is None:
                     raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
                 self.pd.add_remote(request_id, kv_transfer_params, num_prompt_tokens=len(prompt_token_ids),
-                                   prompt_digest=self._digest(request))
+                                   digest_of=lambda tokens: self._digest(request, tokens))
             except (ProtocolError, TransferError) as error:
                 if self.config.pd.kv_load_failure_policy == "fail":
                     self.cache.close(request_id)
@@ -340,15 +340,15 @@ class EngineCore:
         assert self.pd is not None
         self.scheduler.remove(request)
         pages, generations = self.cache.hold(request.request_id)
-        params = self.pd.grant(request.request_id, pages, generations, prompt_digest=self._digest(request))
+        params = self.pd.grant(request.request_id, pages, generations, prompt_digest=self._digest(request, pages.num_tokens))
         request.state = RequestState.HELD
         self._leases[request.request_id] = request
         self._emit(request, "", finish=FinishReason.STOP, params=params)
 
-    def _digest(self, request: Request) -> str:
-        """Of the prompt: prefill and decode must mean the same one."""
+    def _digest(self, request: Request, num_tokens: int) -> str:
+        """Of the prompt's first tokens: prefill and decode must mean the same ones."""
         return prompt_digest(self.layout.fingerprint(), ExtraKeys(cache_salt=request.cache_salt),
-                             request.token_ids[: request.num_prompt_tokens])
+                             request.token_ids[:num_tokens])
 
     def _end_leases(self) -> None:
         if self.pd is None or self.config.pd.role != "prefill":

@@ -178,14 +178,15 @@ class PDConnectorScheduler:
 
     # ---- decode role (RemotePrefill)
     def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *,
-                   num_prompt_tokens: int | None = None, prompt_digest: str | None = None) -> int:
+                   num_prompt_tokens: int | None = None,
+                   digest_of: Callable[[int], str] | None = None) -> int:
         """Checks and keeps a prefill answer; returns the tokens it holds. Call before the engine schedules the request.
 
         Several requests may share one answer (n > 1): prefill is told to release when the last of them is done.
         A second answer for a request (a retry) replaces the first; the landing on record stays.
         Args:
-            num_prompt_tokens, prompt_digest: of this request; an answer for more tokens or with another digest is of
-                another prompt. None = not checked.
+            num_prompt_tokens: of this request; an answer for more tokens than that is another prompt's.
+            digest_of: digest of this request's first n prompt tokens, which the answer for n tokens must carry.
         Raises:
             ProtocolError: it does not fit; where the lease could be read, prefill is told to release it.
         """
@@ -197,9 +198,9 @@ class PDConnectorScheduler:
             self._check_incarnation(kv.engine_id, kv.incarnation)
             if num_prompt_tokens is not None and kv.num_tokens > num_prompt_tokens:
                 raise ProtocolError(f"prefill holds {kv.num_tokens} tokens for a prompt of {num_prompt_tokens}")
-            if prompt_digest is not None and kv.prompt_digest != prompt_digest:
-                raise ProtocolError(f"prefill answered for another prompt or cache salt: digest {kv.prompt_digest[:16]}..., "
-                                    f"ours is {prompt_digest[:16]}...")
+            if digest_of is not None and kv.prompt_digest != digest_of(kv.num_tokens):
+                raise ProtocolError(f"prefill answered for another prompt or cache salt: the digest of its {kv.num_tokens} "
+                                    f"tokens is {kv.prompt_digest[:16]}..., ours is {digest_of(kv.num_tokens)[:16]}...")
         except ProtocolError as error:
             self._failures[ImportFailure.REFUSED.value] += 1
             self.reject_remote(kv_transfer_params, str(error))

@@ -364,9 +364,9 @@ def test_answer_for_another_prompt_is_refused_and_released() -> None:
     prefill, decode = Engine("p"), Engine("d")
     params = prefill.grant("p-1")
     with pytest.raises(ProtocolError, match="another prompt or cache salt"):
-        decode.pd.add_remote("d-1", params, num_prompt_tokens=TOKENS, prompt_digest="e" * 64)
+        decode.pd.add_remote("d-1", params, num_prompt_tokens=TOKENS, digest_of=lambda tokens: "e" * 64)
     assert sent(decode.build()) == [("release", params["lease_id"])]
-    assert decode.pd.add_remote("d-1", prefill.grant("p-2"), prompt_digest=DIGEST) == TOKENS
+    assert decode.pd.add_remote("d-1", prefill.grant("p-2"), digest_of={TOKENS: DIGEST}.__getitem__) == TOKENS
 
 
 def test_impossible_calls_are_our_bugs() -> None:
