@@ -108,7 +108,12 @@ class Engines:
         if role in self._engines and self._engines[role][0] != config:
             self._engines.pop(role)[1].close()
         if role not in self._engines:
-            self._engines[role] = config, LocalEngine(config, engine_id=f"{role}-{secrets.token_hex(4)}")
+            engine = LocalEngine(config, engine_id=f"{role}-{secrets.token_hex(4)}")
+            if config.tensor_parallel_size == 1:  # NaN in every block handed out again, too; the null block always has it
+                worker = engine.executor.rank_engine.parts.worker
+                assert worker is not None
+                worker.poison_new_blocks = True
+            self._engines[role] = config, engine
         return self._engines[role][1]
 
     def close(self) -> None:
