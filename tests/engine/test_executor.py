@@ -103,7 +103,8 @@ def light(tiny_checkpoints):
 
 
 def pools() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "hisparse-ranks" in name}
+    """Of this process: another test run on the same machine has pools of its own."""
+    return {name for name in os.listdir("/dev/shm") if "hisparse-ranks" in name and f".{os.getpid()}." in name}
 
 
 def test_the_shared_pool_has_no_name_once_every_rank_has_mapped_it(light) -> None:
