@@ -10,6 +10,9 @@ from typing import Any
 
 from hisparse.demo.prompts import DemoPrompt
 
+STAGGER_S = 0.15
+"""Between two sends, so that requests arrive in the order given; all of them are open at once."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
@@ -44,13 +47,15 @@ async def _ask_all(base_url: str, model: str, prompts: Sequence[DemoPrompt], lat
     async with AsyncOpenAI(base_url=base_url, api_key="unused", timeout=240.0, max_retries=0) as client:
         answers: list[Answer] = []
         for group in (prompts, later):
-            answers += await asyncio.gather(*(_ask(client, model, prompt, on_done) for prompt in group))
+            asked = (_ask(client, model, prompt, i * STAGGER_S, on_done) for i, prompt in enumerate(group))
+            answers += await asyncio.gather(*asked)
         return answers
 
 
-async def _ask(client: Any, model: str, prompt: DemoPrompt,
+async def _ask(client: Any, model: str, prompt: DemoPrompt, delay_s: float,
                on_done: Callable[[Answer], None] | None) -> Answer:
     answer = Answer(prompt=prompt)
+    await asyncio.sleep(delay_s)
     began = time.perf_counter()
     try:
         stream = await client.completions.create(
