@@ -240,7 +240,6 @@ class PageGenerations:
 class ImportTarget:
     """Where a prefix computed elsewhere is to land, all blocks already leased to the request."""
 
-    import_id: int
     landing: Landing
     pages: RequestPages
 

@@ -5,6 +5,7 @@ Model code is imported inside the actor, so that whoever starts it stays small.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,11 +18,9 @@ from hisparse.types import StepCommand, StepResult
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hisparse.connector.base import WorkerConnector
     from hisparse.engine.rank import RankEngine
     from hisparse.pd.endpoint import RankEndpoint
     from hisparse.worker.host_pool import HostPool
-    from hisparse.worker.worker import WorkerParts
 
 COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -72,7 +71,7 @@ class RankWorkerActor:
         """
         from hisparse.engine.parallel import join_group
         from hisparse.engine.rank import RankEngine
-        from hisparse.pd.connector import PDConnectorWorker
+        from hisparse.pd.connector import make_pd_worker
 
         if self._engine is not None:
             raise InvariantError(f"rank {setup.rank} of {setup.engine_id} was set up already")
@@ -80,12 +79,7 @@ class RankWorkerActor:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine share a node
         self._group = join_group(setup.rank, size, setup.rendezvous, COLLECTIVE_TIMEOUT_S)
 
-        def make_pd(parts: WorkerParts) -> WorkerConnector:
-            return PDConnectorWorker(
-                kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=setup.engine_id,
-                incarnation=setup.incarnation, rank=setup.rank, host_writer=parts.is_writer,
-            )
-
+        make_pd = functools.partial(make_pd_worker, config=config, engine_id=setup.engine_id, incarnation=setup.incarnation)
         self._engine = RankEngine(
             config, rank=setup.rank, num_ranks=size, incarnation=setup.incarnation, host_pool=self._open_pool(setup),
             extra_connectors=() if config.pd.role == "colocated" else (make_pd,), process_group=self._group,

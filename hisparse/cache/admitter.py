@@ -161,7 +161,7 @@ class Admitter:
         target = None
         if landing is not None and load is not None:
             first, size = hit.host_pages, self.core.block_size
-            target = ImportTarget(import_id=load.id, landing=landing, pages=RequestPages(
+            target = ImportTarget(landing=landing, pages=RequestPages(
                 first_page=first, num_tokens=load.import_tokens, indexer_blocks=tuple(inc.indexer[first:]),
                 host_blocks=tuple(inc.host[first:]),
                 resident_blocks=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hisparse.cache.core import CacheCore
-from hisparse.cache.loads import Load, Loads
+from hisparse.cache.loads import Loads
 from hisparse.cache.mirrors import build_span
 from hisparse.cache.pages import Residency
 from hisparse.cache.publication import Publication
@@ -15,7 +15,6 @@ from hisparse.types import (
     BlockTableUpdate,
     Fence,
     HiSparseWorkerOutput,
-    Landing,
     MirrorSpan,
     NewBlocks,
     PageCopy,
@@ -105,15 +104,6 @@ class HiSparseCoordinator:
                 self.spills.on_ack(ack)
 
     # ------------------------------------------------------------------------------------------- imports
-    def record_pending_host_import(self, request_id: str, tokens: int, *, landing: Landing = Landing.HOST) -> Load:
-        """Leases the blocks of every page beyond those held, up to position `tokens`, for writers outside the step.
-
-        Until `finish_host_import` the pages are not valid, selectable, spillable or publishable.
-        """
-        inc = self.core.incarnation(request_id)
-        pages = inc.num_pages
-        return self.loads.begin(inc, hit_pages=pages, gpu_pages=pages, landing=landing, import_tokens=tokens)
-
     def finish_host_import(self, request_id: str, *, failed: bool = False) -> int:
         """Every rank has drained. Returns the tokens now valid; 0 for a request that is gone (counted)."""
         load = self.loads.finish(request_id, failed=failed)

@@ -231,8 +231,8 @@ class KVCacheManager:
         command = None
         if self.coordinator is not None:
             self.elastic.restore_watermark()
-            for inc in core.live.values():
-                self.residency.update(inc)
+            for request_id in core.live:
+                self.coordinator.update_residency(request_id)
             mirrors = self.coordinator.build_row_mirrors(scheduled)
             self.coordinator.plan_prefix_materialization(scheduled)
             command = self.coordinator.build_offload_command(step, mirrors)

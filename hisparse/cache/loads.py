@@ -18,7 +18,6 @@ TAIL_PAGES = 2
 class Load:
     """One admission's outside writers, drained together. Holds a reference of its own on every block they touch."""
 
-    id: int
     inc: Incarnation
     keep_pages: int
     """Pages that stay valid if the load fails."""
@@ -37,7 +36,6 @@ class Loads:
         self.core = core
         self.residency = residency
         self.pending: dict[str, Load] = {}
-        self._next_id = 1
 
     def quiet_blocks(self, *, hit_pages: int, gpu_pages: int, landing: Landing | None, import_tokens: int) -> int:
         """Device blocks that `begin` takes for writers outside the compute stream."""
@@ -82,10 +80,9 @@ class Loads:
         core.pool.touch(device_blocks)
         if core.source is not None:
             core.source.pool.touch(host_blocks)
-        load = Load(id=self._next_id, inc=inc, keep_pages=gpu_pages if gpu_pages < hit_pages else hit_pages,
+        load = Load(inc=inc, keep_pages=gpu_pages if gpu_pages < hit_pages else hit_pages,
                     hit_pages=hit_pages, landing=landing, import_tokens=import_tokens if landing is not None else 0,
                     device_blocks=tuple(device_blocks), host_blocks=tuple(host_blocks))
-        self._next_id += 1
         self.pending[inc.request_id] = load
         inc.loading = True
         core.counters.imports_started += landing is not None

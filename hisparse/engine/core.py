@@ -228,8 +228,7 @@ class EngineCore:
         self.idle = not chunks
         if chunks or self._has_transfers():
             self._run_step(chunks)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.take_outputs()
 
     def _run_step(self, chunks: list[ScheduledChunk]) -> None:
         self._step += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from hisparse.types import FinishReason, Landing, RequestStats, ResolveStats, SampledToken, SamplingParams
+from hisparse.types import Landing, RequestStats, ResolveStats, SampledToken, SamplingParams
 
 
 class RequestState(enum.Enum):
@@ -52,7 +52,6 @@ class Request:
     resolve: ResolveStats = field(default_factory=ResolveStats)
     new_tokens: list[SampledToken] = field(default_factory=list)
     """Accepted since the last output."""
-    finish_reason: FinishReason | None = None
     error: str | None = None
 
     @property

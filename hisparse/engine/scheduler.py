@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hisparse.cache.kv_cache_manager import KVCacheManager
+from hisparse.cache.kv_cache_manager import Admission, KVCacheManager, PrefixHit
 from hisparse.config import SchedulerConfig
 from hisparse.connector.base import IndexerOffload, RemotePrefill
 from hisparse.engine.request import Request, RequestState
@@ -126,7 +126,7 @@ class Scheduler:
             imports = self.remote_prefill.remote_tokens(request.request_id) if self.remote_prefill else 0
             prefix = self.cache.prefix(request.request_id)
             if imports > prefix.tokens:
-                if not self._admit_import(request, imports):
+                if not self._admit_import(request, prefix, imports):
                     break
                 continue
             if imports and self.remote_prefill is not None:
@@ -134,36 +134,29 @@ class Scheduler:
             if budget == 0:
                 break
             tokens = min(max(len(request.token_ids) - prefix.tokens, 1), self.config.prefill_chunk_tokens, budget)
-            if not self.cache.fits(request.request_id, prefix, landing=None, chunk_tokens=tokens).now:
-                break
             admission = self.cache.admit(request.request_id, prefix, landing=None, chunk_tokens=tokens)
             if admission is None:
                 break
-            self._admitted(request, admission.seat, admission.cached_tokens)
+            self._admitted(request, admission)
             if admission.indexer_blocks:
-                assert self.offload is not None
-                self.offload.plan_load(request.request_id, admission.indexer_keys, admission.indexer_blocks)
-                self.counters.indexer_loads += 1
                 self._load(request)
                 continue
             self._run(request)
-            granted, _ = self._make_first_chunk(request, tokens)
+            granted = self._make_first_chunk(request, tokens)
             if granted:
                 chosen[request.request_id] = granted
                 budget -= granted
         return budget
 
-    def _make_first_chunk(self, request: Request, tokens: int) -> tuple[int, bool]:
-        """The chunk that admission counted in; a newcomer never preempts."""
+    def _make_first_chunk(self, request: Request, tokens: int) -> int:
+        """Tokens of the chunk that admission counted in, or 0; a newcomer never preempts."""
         if request.replays:
-            return 1, True
+            return 1
         tokens = min(tokens, request.pending_tokens)
-        ok = self.cache.allocate(request.request_id, tokens)
-        return (tokens if ok else 0), ok
+        return tokens if self.cache.allocate(request.request_id, tokens) else 0
 
-    def _admit_import(self, request: Request, tokens: int) -> bool:
+    def _admit_import(self, request: Request, prefix: PrefixHit, tokens: int) -> bool:
         assert self.remote_prefill is not None
-        prefix = self.cache.prefix(request.request_id)
         fits = {
             landing: self.cache.fits(request.request_id, prefix, landing=landing, import_tokens=tokens, chunk_tokens=1).now
             for landing in Landing
@@ -175,7 +168,7 @@ class Scheduler:
         if admission is None:
             return False
         assert admission.import_target is not None
-        self._admitted(request, admission.seat, admission.cached_tokens)
+        self._admitted(request, admission)
         request.landing, request.importing = landing, True
         request.imported_tokens = tokens - admission.cached_tokens
         if landing is Landing.RESIDENT:
@@ -183,21 +176,22 @@ class Scheduler:
         else:
             self.counters.host_landings += 1
         self.remote_prefill.start_import(request.request_id, admission.import_target)
+        self._load(request)
+        return True
+
+    def _admitted(self, request: Request, admission: Admission) -> None:
+        """Takes what the cache manager gave, and starts the load of indexer pages that only the store has."""
+        self.waiting.remove(request)
+        request.seat = admission.seat
+        request.computed = admission.cached_tokens
+        request.importing = False
+        if request.cached_tokens is None:
+            request.cached_tokens = admission.cached_tokens
+        self.counters.admissions += 1
         if admission.indexer_blocks:
             assert self.offload is not None
             self.offload.plan_load(request.request_id, admission.indexer_keys, admission.indexer_blocks)
             self.counters.indexer_loads += 1
-        self._load(request)
-        return True
-
-    def _admitted(self, request: Request, seat: int, cached_tokens: int) -> None:
-        self.waiting.remove(request)
-        request.seat = seat
-        request.computed = cached_tokens
-        request.importing = False
-        if request.cached_tokens is None:
-            request.cached_tokens = cached_tokens
-        self.counters.admissions += 1
 
     def _load(self, request: Request) -> None:
         request.state = RequestState.LOADING
@@ -250,4 +244,4 @@ class Scheduler:
         self.remove(request)
         self.cache.free(request.request_id, finished=reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.cache.close(request.request_id)
-        request.state, request.finish_reason, request.error = RequestState.FINISHED, reason, error
+        request.state, request.error = RequestState.FINISHED, error

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hisparse.config import HiSparseConfig, kv_layout
-from hisparse.connector.base import WorkerConnector
 from hisparse.engine.core import EngineCore, Tokenizer
 from hisparse.engine.executor import LocalExecutor
-from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
+from hisparse.pd.connector import PDConnectorScheduler, make_pd_worker
 from hisparse.types import FinishReason, RequestOutput, RequestStats, SampledToken, SamplingParams
-from hisparse.worker.worker import WorkerParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,14 +37,6 @@ class Generation:
         self.error = output.error or self.error
         self.stats = output.stats or self.stats
         self.kv_transfer_params = output.kv_transfer_params or self.kv_transfer_params
-
-
-def make_pd_worker(parts: WorkerParts, *, config: HiSparseConfig, engine_id: str, incarnation: int) -> WorkerConnector:
-    """A rank's P/D worker half over its pools; picklable with functools.partial."""
-    return PDConnectorWorker(
-        kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=engine_id,
-        incarnation=incarnation, rank=parts.rank, host_writer=parts.is_writer,
-    )
 
 
 class LocalEngine:

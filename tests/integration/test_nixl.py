@@ -63,7 +63,7 @@ class Decode:
         resident = [True] * PAGES if landing is Landing.RESIDENT else [i == PAGES - 1 for i in range(PAGES)]
         target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[True] * PAGES)
         assert self.scheduler.choose_landing(request_id, landing is Landing.RESIDENT, True) is landing
-        self.scheduler.start_import(request_id, ImportTarget(import_id=1, landing=landing, pages=target))
+        self.scheduler.start_import(request_id, ImportTarget(landing=landing, pages=target))
         return target
 
 

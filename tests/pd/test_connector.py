@@ -100,7 +100,7 @@ def start(prefill: Replica, decode: Replica, name: str, landing: Landing = Landi
     decode.pd.add_remote(f"d-{name}", params)
     resident = [landing is Landing.RESIDENT or i == PAGES - 1 for i in range(PAGES)]
     target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[True] * PAGES)
-    decode.pd.start_import(f"d-{name}", ImportTarget(import_id=1, landing=landing, pages=target))
+    decode.pd.start_import(f"d-{name}", ImportTarget(landing=landing, pages=target))
     return target
 
 
@@ -235,7 +235,7 @@ def test_engine_without_host_pool_lands_resident_only(network: LoopbackNetwork) 
     pages = pick_pages(5, PAGES, TOKENS, resident=[True] * PAGES, host=[False] * PAGES)
     halves[1].add_remote("d-1", halves[0].grant("p-1", pages, far.generations_of(pages), prompt_digest="d" * 64))
     target = pick_pages(6, PAGES, TOKENS, resident=[True] * PAGES, host=[False] * PAGES)
-    halves[1].start_import("d-1", ImportTarget(import_id=1, landing=Landing.RESIDENT, pages=target))
+    halves[1].start_import("d-1", ImportTarget(landing=Landing.RESIDENT, pages=target))
     workers[1].start_step(halves[1].build_metadata(1))
     for _ in range(2000):
         output = workers[1].output()

@@ -60,7 +60,7 @@ def target(landing: Landing = Landing.HOST, first_page: int = 0, num_tokens: int
     count = LAYOUT.pages(num_tokens) - first_page
     pages = pick_pages(9, count, num_tokens, first_page=first_page, resident=[landing is Landing.RESIDENT] * count,
                        host=[True] * count)
-    return ImportTarget(import_id=1, landing=landing, pages=pages)
+    return ImportTarget(landing=landing, pages=pages)
 
 
 def sent(command: Any) -> list[tuple[str, str]]:
@@ -172,7 +172,7 @@ def test_nothing_to_read_is_loaded_at_once_and_released() -> None:
     prefill, decode = Engine("p"), Engine("d")
     params = prefill.grant("p-1")
     decode.pd.add_remote("d-1", params)
-    decode.pd.start_import("d-1", ImportTarget(import_id=1, landing=Landing.HOST, pages=RequestPages(
+    decode.pd.start_import("d-1", ImportTarget(landing=Landing.HOST, pages=RequestPages(
         first_page=4, num_tokens=16, indexer_blocks=(), resident_blocks=((),) * GROUPS, host_blocks=())))
     assert decode.pd.loading() == {"d-1"} and decode.pd.has_pending_work()
     assert decode.pd.update([]).loaded == {"d-1"}
