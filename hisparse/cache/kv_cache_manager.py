@@ -25,7 +25,7 @@ from hisparse.cache.mirrors import uncover
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
-from hisparse.cache.report import collect_stats, held_pages
+from hisparse.cache.report import PageView, collect_stats, held_pages, page_views
 from hisparse.cache.request import Identity, Incarnation
 from hisparse.cache.residency import PageEvent, PageState
 from hisparse.cache.tables import TableChanges
@@ -390,6 +390,14 @@ class KVCacheManager:
         """Gauges and counters."""
         return collect_stats(self.core, num_open=len(self._identities), num_loads=len(self.loads.pending),
                              num_transfers=len(self.coordinator.spills.transfers) if self.coordinator else 0)
+
+    def page_views(self, request_id: str) -> tuple[PageView, ...]:
+        """Every page of an admitted request, by table entry. O(pages held). InvariantError: it holds nothing."""
+        return page_views(self.core.incarnation(request_id))
+
+    def published_host_blocks(self) -> tuple[int, ...]:
+        """Host blocks that a prefix hit can find, the first published first; () when HiSparse is off."""
+        return tuple(self.core.source.published.blocks()) if self.core.source is not None else ()
 
     # ------------------------------------------------------------------------------------------- parts of the above
     @property

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import NamedTuple
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import DURABLE, PINNED, PageState
 from hisparse.cache.values import CacheStats
 from hisparse.types import PageGenerations, RequestPages
+
+
+class PageView(NamedTuple):
+    """One page of an admitted request as the coordinator sees it now.
+
+    Attributes:
+        indexer, host: its blocks; host is 0 when HiSparse is off.
+        resident: one block per resident group in the order of `layout.residents`, or () where it is not resident.
+    """
+
+    state: PageState
+    indexer: int
+    host: int
+    resident: tuple[int, ...]
+
+
+def page_views(inc: Incarnation) -> tuple[PageView, ...]:
+    """Every page of a request, by table entry. O(pages held): for tests and reports, not for the step."""
+    return tuple(map(PageView._make, zip(inc.states, inc.indexer, inc.host, inc.resident, strict=True)))
 
 
 def collect_stats(core: CacheCore, *, num_open: int, num_loads: int, num_transfers: int) -> CacheStats:
