@@ -20,16 +20,21 @@ class Fork:
         self.coordinator = coordinator
 
     def num_shared_pages(self, parent: Incarnation) -> int:
-        """The longest run of durable pages from the first one on."""
+        """The longest run of durable pages from the first one on. A page can be durable before the step that filled it
+        retired; rows beyond the valid ones are not the child's."""
         page = 0
-        while page < parent.num_pages and parent.states[page] in DURABLE:
+        while page < parent.valid // self.core.block_size and parent.states[page] in DURABLE:
             page += 1
         return page
 
     def room(self, parent: Incarnation) -> bool:
-        """Pure: whether the copies, and a hot region if the parent has one, fit now."""
+        """Pure: whether the copies, and a hot region if the parent has one, fit now. False also while a page to copy is
+        on host only, which a dispatched step of the parent filled: it is shared once that step has retired."""
         core = self.core
-        copies = core.layout.pages(parent.valid) - self.num_shared_pages(parent)
+        shared, end = self.num_shared_pages(parent), core.layout.pages(parent.valid)
+        if core.groups_per_page and not all(parent.resident[shared:end]):
+            return False
+        copies = end - shared
         region = core.hot.region_blocks if parent.has_hot and core.hot is not None else 0
         return (core.available_device() >= copies * (1 + core.groups_per_page) + region
                 and core.available_host() >= copies)
