@@ -34,10 +34,11 @@ def check(world: World) -> None:
 
 
 def check_pages(world: World) -> None:
-    """Every valid row is, right now and on every rank, in each tier where the coordinator says it is; and every
-    block has at least the references of the pages that list it: exactly these when nothing is under way."""
+    """Every valid row is, right now and on every rank, in each tier where the coordinator says it is; and every block
+    has the references of those who list it (at least; exactly these when nothing is under way)."""
     device: Counter[int] = Counter()
     host: Counter[int] = Counter()
+    resident: Counter[int] = Counter()
     for req in world.h.reqs.values():
         if req.state == "waiting":
             continue
@@ -46,12 +47,14 @@ def check_pages(world: World) -> None:
             device[view.indexer] += 1
             host[view.host] += 1
             if view.state in PINNED or view.state is PageState.IMPORTING:
-                device.update(view.resident)
+                resident.update(view.resident)
         if req.state != "loading":
             check_request(world, req, views)
             check_tail(world, req, views)
     pool, source = world.m.core.pool, world.m.core.source
     assert source is not None
+    assert not device.keys() & resident.keys(), "a block is an indexer page and a resident page"
+    device.update(resident.keys())  # the holders of one resident page may share a reference
     for refs, held, what in ((pool.refs, device, "device"), (source.pool.refs, host, "host")):
         for block, count in held.items():
             assert refs(block) >= count, f"{what} block {block} has {refs(block)} references, {count} pages list it"
@@ -59,8 +62,10 @@ def check_pages(world: World) -> None:
     busy = stats.transfers_in_flight or stats.loads_in_flight or stats.hot_blocks or world.flights or (
         world.h.store is not None and world.h.store.stores)
     if not busy:
-        for refs, held, num in ((pool.refs, device, pool.num_blocks), (source.pool.refs, host, source.pool.num_blocks)):
-            assert sum(map(refs, range(1, num))) == held.total(), "a reference is held by nobody"
+        shared = resident.total() - len(resident)
+        for refs, held, num, more in ((pool.refs, device, pool.num_blocks, shared),
+                                      (source.pool.refs, host, source.pool.num_blocks, 0)):
+            assert 0 <= sum(map(refs, range(1, num))) - held.total() <= more, "a reference is held by nobody"
 
 
 def check_request(world: World, req: Req, views: tuple[PageView, ...]) -> None:

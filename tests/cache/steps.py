@@ -30,8 +30,8 @@ class Chunk:
     """First position that is written."""
     rows: list[Row]
     """Every row attention may select, by position."""
-    end: int
-    """End of the rows planned for, which the device knows not to pass."""
+    num_rows: int
+    """Rows planned for it, drafts included; 0 = the last token is replayed."""
     accepted: int
     """Rows in cache after the step."""
     tokens: list[int]
@@ -129,11 +129,12 @@ class Steps:
             ahead = self.ahead(req)
             if ahead and not self.pipelined:
                 continue
-            chunk = self.plan(req, ahead[-1] if ahead else None, use_drafts)
+            chunk = self.plan(req, ahead, use_drafts)
             if chunk is not None:
-                first = ahead[-1].end if ahead else min(req.computed, len(req.tokens) - 1)
+                planned = req.computed + sum(other.num_rows for other in ahead)
+                replay = not chunk.num_rows
                 chunks.append(chunk)
-                scheduled.append((req.request_id, first, chunk.end - first))
+                scheduled.append((req.request_id, planned - replay, chunk.num_rows + replay))
         plain = self.m.all_context_pages_resident([request_id for request_id, _, _ in scheduled])
         self.h.step_number += 1
         command = self.m.plan_step(self.h.step_number, scheduled)
@@ -143,29 +144,31 @@ class Steps:
             worker.receive(command)
         self.flights.append(Flight(self.h.step_number, command, chunks, plain))
 
-    def plan(self, req: Req, last: Chunk | None, use_drafts: bool) -> Chunk | None:
-        """What the request runs next: the rest of its prompt, one token, or one token and drafts."""
+    def plan(self, req: Req, ahead: list[Chunk], use_drafts: bool) -> Chunk | None:
+        """What the request runs next: a part of its prompt, its last token again, or one token and drafts. Steps ahead of
+        it have told the ranks more than the scheduler, which knows how many rows they were planned to write."""
+        last = ahead[-1] if ahead else None
         tokens = [*last.tokens, *last.new] if last else list(req.tokens)
         computed = last.accepted if last else req.computed
-        planned = last.end if last else computed
+        planned = req.computed + sum(chunk.num_rows for chunk in ahead)
         drafts: list[int] = []
-        num_rows = min(self.h.chunk, len(tokens) - computed)
-        if num_rows > 0:
-            room = req.prompt + req.max_tokens - 1 - len(tokens) - (planned - computed)
-            if last is not None and room < 0:
+        num_rows = max(0, min(self.h.chunk, len(tokens) - computed))
+        if num_rows:
+            room = min(MAX_LEN, req.prompt + req.max_tokens - 1) - planned - num_rows
+            if room < 0:
                 return None
-            if self.drafts and use_drafts and num_rows == 1 and computed + 1 == len(tokens) and room > 0:
+            if self.drafts and use_drafts and computed + 1 == len(tokens) and room:
                 drafts = [self.rng.randrange(500) for _ in range(min(room, 5))]
-            if not self.m.allocate(req.request_id, planned - req.computed + num_rows + len(drafts)):
+            replays = any(not chunk.num_rows for chunk in ahead)  # asked for from the replayed token on
+            if not self.m.allocate(req.request_id, num_rows + len(drafts) + replays):
                 return None
-        end = computed + max(num_rows, 0) + len(drafts)
-        rows = Req("", tokens, 0, 0, req.extra).draft_rows(drafts)[: max(end, len(tokens) if num_rows <= 0 else 0)]
-        accepted = max(computed, end - len(drafts) + self.rng.randint(0, len(drafts)))
+        rows = Req("", tokens, 0, 0, req.extra).draft_rows(drafts)[: computed + num_rows + len(drafts)]
+        accepted = computed + num_rows + self.rng.randint(0, len(drafts))
         new = drafts[: max(0, accepted - len(tokens))]
         if accepted >= len(tokens):
             new.append(self.rng.randrange(500))
-        return Chunk(req, self.admissions[req.request_id], req.seat, computed, rows,
-                     planned + max(num_rows, 0) + len(drafts), accepted, tokens, new)
+        return Chunk(req, self.admissions[req.request_id], req.seat, computed, rows, num_rows + len(drafts), accepted, tokens,
+                     new)
 
     def after_plan(self, command: SparseKVOffloadCommand) -> None:
         """Notes what was sent; checks that pressure asked everybody."""
