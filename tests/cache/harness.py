@@ -15,13 +15,13 @@ from hisparse.types import HiSparseWorkerOutput, Landing, SparseKVOffloadCommand
 from tests.cache.fake_worker import FakeWorker, HostMemory, Import, Row
 
 
-def small_layout(block_size: int = 4, groups: int = 2, top_k: int = 4) -> KVCacheLayout:
+def small_layout(block_size: int = 4, groups: int = 2, top_k: int = 4, dtype: str = "float32") -> KVCacheLayout:
     """`groups` resident groups of two layers each."""
     shape = ModelShape(
         model_type="glm_moe_dsa", num_layers=2 * groups, num_heads=2, kv_lora_rank=12, rope_dim=4, index_head_dim=8,
         top_k=top_k, max_positions=1 << 20, vocab_size=512,
         index_groups=tuple(IndexGroup(leader=2 * g, layers=(2 * g, 2 * g + 1)) for g in range(groups)))
-    return KVCacheLayout.build(shape, block_size=block_size, num_groups=groups)
+    return KVCacheLayout.build(shape, block_size=block_size, num_groups=groups, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------ insides
