@@ -89,7 +89,7 @@ class KVCacheManager:
             layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
             prefix_cache=config.prefix_cache and config.enabled, pool=pool,
             indexer=IndexerManager(layout.indexer, pool), residents=HiSparseResidentManager(layout.residents, pool),
-            hot=hot, source=source, tables=TableChanges(layout),
+            hot=hot, source=source, tables=TableChanges(layout, enabled=config.enabled),
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hisparse.cache.request import Incarnation
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import CacheGroup, KVCacheLayout
 from hisparse.types import BlockTableUpdate, HotRows, SeatReset
 
 
 class TableChanges:
     """Collects changed entries by (request, kind of table); drains them as runs. Cost O(entries that changed)."""
 
-    def __init__(self, layout: KVCacheLayout) -> None:
+    def __init__(self, layout: KVCacheLayout, *, enabled: bool = True) -> None:
         self._layout = layout
+        self._enabled = enabled
+        """False: there is no host page and no hot region, and no table of them is sent."""
         self._indexer: dict[Incarnation, set[int]] = {}
         self._source: dict[Incarnation, set[int]] = {}
         self._resident: dict[Incarnation, set[int]] = {}
@@ -24,7 +26,7 @@ class TableChanges:
         self._resets: dict[SeatReset, None] = {}
 
     def clear(self) -> None:
-        self.__init__(self._layout)  # type: ignore[misc]
+        self.__init__(self._layout, enabled=self._enabled)  # type: ignore[misc]
 
     def pages(self, inc: Incarnation, pages: Iterable[int]) -> None:
         """Entries of the indexer, source and resident tables; none = only the length changed."""
@@ -54,13 +56,14 @@ class TableChanges:
     def take_updates(self) -> tuple[BlockTableUpdate, ...]:
         """Empty rows first, then the changed runs of every group in order."""
         layout = self._layout
+        groups: Sequence[CacheGroup] = layout.groups if self._enabled else (layout.indexer, *layout.residents)
         out = [
             BlockTableUpdate(group_id=group.group_id, seat=seat, first_page=0, ids=(), num_pages=0)
-            for group in layout.groups for seat in self._emptied
+            for group in groups for seat in self._emptied
         ]
         for inc, pages in self._indexer.items():
             out += _runs(layout.indexer.group_id, inc.seat, inc.indexer, pages)
-        for inc, pages in self._source.items():
+        for inc, pages in self._source.items() if self._enabled else ():
             out += _runs(layout.source.group_id, inc.seat, inc.host, pages)
         runs = [(inc, list(_spans(pages, inc.num_pages))) for inc, pages in self._resident.items()]
         for g, group in enumerate(layout.residents):
