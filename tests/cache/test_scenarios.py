@@ -190,7 +190,7 @@ def b09(*, preempted: bool, store: bool) -> Harness:
         free = h.manager.stats().device_blocks_free
         h.preempt(r)
         assert h.manager.stats().device_blocks_free > free
-        other = h.add("other", [500 - i for i in range(600)], 2)
+        other = h.add("other", [(500 - i) % 509 for i in range(600)], 2)
         r.state = "paused"
         while other.computed < 256:
             h.step()
