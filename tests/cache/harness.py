@@ -35,7 +35,9 @@ def watermark_blocks(manager: KVCacheManager) -> int:
 
 def region_blocks(manager: KVCacheManager) -> int:
     """Blocks of one hot region at its starting size, over all groups; from the configuration alone."""
-    return len(manager.layout.hots) * manager.layout.hot_blocks(hot_rows(manager.config, manager.layout))
+    rows = hot_rows(manager.config, manager.layout)
+    by_group = rows if isinstance(rows, tuple) else (rows,) * len(manager.layout.hots)
+    return sum(-(-rows // manager.layout.block_size) for rows in by_group)
 
 
 def is_host_backed(manager: KVCacheManager, request_id: str) -> bool:

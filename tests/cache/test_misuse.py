@@ -162,5 +162,5 @@ def test_a_pool_refuses_impossible_numbers() -> None:
     pool = BlockPool(4)
     with pytest.raises(InvariantError, match="asked for -1 blocks"):
         pool.allocate(-1)
-    with pytest.raises(InvariantError, match="block 0 is not in 1..3"):
+    with pytest.raises(InvariantError, match=r"block 0 .*not in 1\.\.3"):
         pool.touch([0])
