@@ -15,7 +15,7 @@ MOVES = {
     "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1), "preempt": (0.3, 2, 0.2),
     "dispatch": (10, 9, 10), "execute": (16, 12, 16), "retire": (10, 8, 10), "complete": (8, 8, 8), "hear": (6, 6, 6),
     "hear_again": (0.5, 0.5, 0.5), "hear_a_ghost": (0.5, 0.5, 0.3), "lose_a_word": (0.1, 0.1, 0.03), "time_out": (1, 1, 1),
-    "drop_rows": (1, 1, 1), "hold": (0.4, 1, 0.2), "store_done": (2, 2, 2), "fork": (1, 2, 1),
+    "drop_rows": (1, 1, 1), "hold": (0.4, 1, 0.2), "store_done": (2, 2, 2), "fork": (2, 3, 2),
     "report_page_copies": (3, 3, 3), "late_load": (0.1, 0.1, 0.1), "crash": (0.1, 0.1, 0.03),
 }
 """Weights of a calm life, of a hectic one, in which requests come and go while steps are in flight, and of a long one."""
