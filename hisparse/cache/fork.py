@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hisparse.cache.coordinator import HiSparseCoordinator
-from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import DURABLE, PageEvent
@@ -20,16 +20,21 @@ class Fork:
         self.coordinator = coordinator
 
     def num_shared_pages(self, parent: Incarnation) -> int:
-        """The longest run of durable pages from the first one on."""
+        """The longest run of durable pages from the first one on. A page can be durable before the step that filled it
+        retired; rows beyond the valid ones are not the child's."""
         page = 0
-        while page < parent.num_pages and parent.states[page] in DURABLE:
+        while page < parent.valid // self.core.block_size and parent.states[page] in DURABLE:
             page += 1
         return page
 
     def room(self, parent: Incarnation) -> bool:
-        """Pure: whether the copies, and a hot region if the parent has one, fit now."""
+        """Pure: whether the copies, and a hot region if the parent has one, fit now. False also while a page to copy is
+        on host only, which a dispatched step of the parent filled: it is shared once that step has retired."""
         core = self.core
-        copies = core.layout.pages(parent.valid) - self.num_shared_pages(parent)
+        shared, end = self.num_shared_pages(parent), core.layout.pages(parent.valid)
+        if core.groups_per_page and not all(page in parent.resident for page in range(shared, end)):
+            return False
+        copies = end - shared
         region = core.hot.region_blocks if parent.has_hot and core.hot is not None else 0
         return (core.available_device() >= copies * (1 + core.groups_per_page) + region
                 and core.available_host() >= copies)
@@ -41,21 +46,19 @@ class Fork:
         shared = self.num_shared_pages(parent)
         core.pool.touch(parent.indexer[:shared])
         core.source.pool.touch(parent.host[:shared])
-        for page in range(shared):
-            core.append_page(child, PageEvent.HOST_HIT, indexer=parent.indexer[page], host=parent.host[page],
-                             resident=ABSENT)
+        core.append_pages(child, PageEvent.HOST_HIT, indexer=parent.indexer[:shared], host=parent.host[:shared])
         child.published = min(parent.published, shared)
         child.sealed = child.spill_cursor = child.spill_target = shared
-        child.valid = parent.valid
+        child.valid = child.planned = parent.valid
         end = core.layout.pages(parent.valid)
         indexer = core.indexer.allocate(end - shared)
         resident = core.residents.allocate(end - shared)
         host = core.source.allocate(end - shared)
         assert indexer is not None and resident is not None and host is not None
-        for i, page in enumerate(range(shared, end)):
-            core.append_page(child, PageEvent.FORK, indexer=indexer[i], host=host[i], resident=resident[i])
+        core.append_pages(child, PageEvent.FORK, indexer=indexer, host=host)
+        for page, blocks in enumerate(resident, shared):
+            self.residency.new(child, page, blocks)
             self._copy(parent, child, page)
-        core.tables.pages(child, range(end))
         if parent.has_hot:
             self.residency.allocate_hot(child)
         for page in range(shared):
@@ -63,18 +66,9 @@ class Fork:
 
     def _share(self, parent: Incarnation, child: Incarnation, page: int) -> None:
         """A resident durable page of the parent is also read by the child: loose if it has a region, else pinned."""
-        core, shared = self.core, parent.shared.get(page)
-        if shared is None:
-            return
-        if child.has_hot:
-            core.move(child, page, PageEvent.ADOPT_LOOSE)
-            shared.owners[child, page] = None
-            core.pool.watch([b for b in shared.blocks if not core.pool.is_free(b)], shared.on_reuse)
-        else:
-            core.pool.touch(shared.blocks)
-            core.move(child, page, PageEvent.ADOPT_PINNED)
-        child.shared[page] = shared
-        core.set_resident(child, page, shared.blocks)
+        resident = parent.resident.get(page)
+        if resident is not None:
+            self.residency.share(child, page, resident)
 
     def _copy(self, parent: Incarnation, child: Incarnation, page: int) -> None:
         """Both ends stay pinned until every rank has reported."""
@@ -83,7 +77,7 @@ class Fork:
         size = core.block_size
         rows = min(size, parent.valid - page * size)
         pairs = ((parent.indexer[page], child.indexer[page]),
-                 *zip(parent.resident[page], child.resident[page], strict=True))
+                 *zip(parent.blocks(page), child.blocks(page), strict=True))
         # Host rows of an unsealed page are mirrored as they are written; a sealed one is spilled by the child itself.
         host_pair = (parent.host[page], child.host[page]) if rows < size else None
         device_blocks = tuple(block for pair in pairs for block in pair)

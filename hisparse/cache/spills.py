@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.publication import Publication
-from hisparse.cache.request import Incarnation
-from hisparse.cache.residency import PageEvent, PageState
+from hisparse.cache.request import ABSENT, Incarnation, ResidentPage
+from hisparse.cache.residency import DURABLE, PageEvent, PageState
 from hisparse.errors import InvariantError, TransferError
 from hisparse.types import AckKind, SparseKVPageTransfer, TransferAck
 
@@ -29,18 +29,21 @@ class Transfer:
     kind: TransferKind
     inc: Incarnation
     page: int
+    resident: ResidentPage | None
+    """Spills: the page copied; pinned until every writer enqueued its copy."""
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
+    """Page copies: both ends, a reference of their own on each until every rank has done them."""
     num_workers: int
     """Workers that must acknowledge."""
     started_s: float
     """Planned, or last enqueued by a worker: a step that runs long delays its copies, and is no failure of theirs."""
-    copy_bytes: bool = True
     sent: bool = False
     source_pinned: bool = True
     failed: bool = False
-    enqueued: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
+    enqueued: int = 0
+    done: int = 0
+    """Ranks that said so, as bits."""
 
 
 class Spills:
@@ -93,13 +96,13 @@ class Spills:
         """Plans one page of `inc`. False: none is left."""
         while inc.spill_again:
             page = inc.spill_again.pop(0)
-            if page < inc.num_pages and inc.states[page] is PageState.GPU_ONLY:
+            if page < inc.num_pages and inc.states[page] == PageState.GPU_ONLY:
                 self._plan_page(inc, page, copy_bytes=True)
                 return True
         while inc.spill_cursor < min(inc.spill_target, inc.num_pages):
             page = inc.spill_cursor
             inc.spill_cursor += 1
-            if inc.states[page] is PageState.GPU_ONLY:
+            if inc.states[page] == PageState.GPU_ONLY:
                 covered = inc.covered.pop(page, 0)
                 self._plan_page(inc, page, copy_bytes=covered != self.full_mask)
                 return True
@@ -107,28 +110,29 @@ class Spills:
 
     def _plan_page(self, inc: Incarnation, page: int, *, copy_bytes: bool) -> None:
         core = self.core
-        blocks, host = inc.resident[page], inc.host[page]
-        if core.source is None or not host or not blocks:
-            raise InvariantError(f"page {page} of {inc.request_id!r} cannot be spilled: host block {host}, {blocks}")
+        resident, host = inc.resident.get(page), inc.host[page]
+        if core.source is None or not host or resident is None:
+            raise InvariantError(
+                f"page {page} of {inc.request_id!r} cannot be spilled: host block {host}, resident {inc.blocks(page)}")
         core.move(inc, page, PageEvent.PLAN)
-        core.pool.touch(blocks)
+        core.pin(resident)
         core.source.pool.touch((host,))
-        transfer = self.issue(TransferKind.SPILL, inc, page, host_blocks=(host,), device_blocks=blocks,
-                              num_workers=self.num_writers, copy_bytes=copy_bytes)
+        transfer = self.issue(TransferKind.SPILL, inc, page, resident=resident, host_blocks=(host,),
+                              num_workers=self.num_writers)
         inc.pending_spills += 1
         inc.identity.spilled_pages += 1
         core.counters.spills_planned += 1
         core.counters.spills_without_bytes += not copy_bytes
         after_forward = (page + 1) * core.block_size > inc.valid
         self._outbox.append((transfer, SparseKVPageTransfer(
-            id=transfer.id, host_block=host, device_blocks=blocks, after_forward=after_forward, copy_bytes=copy_bytes)))
+            id=transfer.id, host_block=host, device_blocks=resident.blocks, after_forward=after_forward,
+            copy_bytes=copy_bytes)))
 
-    def issue(self, kind: TransferKind, inc: Incarnation, page: int, *, host_blocks: tuple[int, ...],
-              device_blocks: tuple[int, ...], num_workers: int, copy_bytes: bool = True) -> Transfer:
-        """A new id. The caller took one reference on every block listed."""
-        transfer = Transfer(id=self._next_id, kind=kind, inc=inc, page=page, host_blocks=host_blocks,
-                            device_blocks=device_blocks, num_workers=num_workers, started_s=self._now_s(),
-                            copy_bytes=copy_bytes)
+    def issue(self, kind: TransferKind, inc: Incarnation, page: int, *, host_blocks: tuple[int, ...], num_workers: int,
+              resident: ResidentPage | None = None, device_blocks: tuple[int, ...] = ABSENT) -> Transfer:
+        """A new id. The caller pinned the page, and took one reference on every block listed."""
+        transfer = Transfer(id=self._next_id, kind=kind, inc=inc, page=page, resident=resident, host_blocks=host_blocks,
+                            device_blocks=device_blocks, num_workers=num_workers, started_s=self._now_s())
         self._next_id += 1
         self.transfers[transfer.id] = transfer
         return transfer
@@ -149,17 +153,17 @@ class Spills:
         Called before the pages are released. Host blocks go back here (after the last dispatched step)."""
         core = self.core
         if finished and core.source is not None and core.prefix_cache and not inc.loading:
-            self.sealed(inc, min(inc.valid, inc.identity.num_tokens) // core.block_size)
+            self.sealed(inc, self.publication.limit(inc))
             while self._plan_next(inc):
                 pass
         self._wanting.pop(inc, None)
         if finished and inc.pending_spills and core.prefix_cache:
-            limit = min(inc.valid // core.block_size, len(inc.identity.keys.keys))
+            limit = self.publication.limit(inc)
             awaited, durable = {}, set()
             for page in range(inc.published, limit):
-                if inc.states[page] is PageState.SPILLING:
+                if inc.states[page] == PageState.SPILLING:
                     awaited[page] = self.residency.keep_readable(inc, page)
-                elif inc.states[page] in (PageState.CLEAN_PINNED, PageState.CLEAN_LOOSE, PageState.HOST_ONLY):
+                elif inc.states[page] in DURABLE:
                     durable.add(page)
             self.publication.detach(inc, durable, awaited, limit)
         else:
@@ -184,39 +188,41 @@ class Spills:
             return
         if not transfer.sent:
             raise InvariantError(f"rank {ack.rank} acknowledged transfer {ack.transfer_id}, which was not sent yet")
-        if (ack.kind is AckKind.ENQUEUED and ack.rank in transfer.enqueued) or ack.rank in transfer.done:
+        rank_bit, kind = 1 << ack.rank, ack.kind
+        if (transfer.enqueued if kind is AckKind.ENQUEUED else transfer.done) & rank_bit:
             core.counters.acks_repeated += 1
             return
-        transfer.enqueued.add(ack.rank)
-        if transfer.source_pinned and transfer.kind is TransferKind.SPILL and (
-                len(transfer.enqueued) == transfer.num_workers):
+        transfer.enqueued |= rank_bit
+        if transfer.source_pinned and transfer.enqueued.bit_count() == transfer.num_workers:
             self._drop_source_pin(transfer)
-        if ack.kind is AckKind.ENQUEUED:
+        if kind is AckKind.ENQUEUED:
             transfer.started_s = self._now_s()
             return
-        transfer.done.add(ack.rank)
-        if ack.kind is AckKind.FAILED or (
+        transfer.done |= rank_bit
+        if kind is AckKind.FAILED or (
                 transfer.kind is TransferKind.SPILL and ack.row_mask & self.full_mask != self.full_mask):
             transfer.failed = True
-        if len(transfer.done) == transfer.num_workers:
+        if transfer.done.bit_count() == transfer.num_workers:
             self._finish(transfer)
 
     def _drop_source_pin(self, transfer: Transfer) -> None:
-        """Stream order protects the copy from the compute stream; everybody else must heed the fence."""
+        """Stream order protects the copy from the compute stream; everybody else must heed the fence, which the page's
+        blocks get when they become free."""
+        resident = transfer.resident
+        if resident is None:
+            return
         transfer.source_pinned = False
-        self.core.fences.update(dict.fromkeys(transfer.device_blocks, transfer.id))
-        self.core.free_device(transfer.device_blocks)
+        resident.copy_id = transfer.id
+        self.core.unpin(resident)
 
     def _finish(self, transfer: Transfer) -> None:
         """Every worker has drained."""
         core, inc, page = self.core, transfer.inc, transfer.page
         del self.transfers[transfer.id]
-        if transfer.source_pinned:
+        if transfer.resident is None:
             core.free_device(transfer.device_blocks)
-        for block in transfer.device_blocks:
-            if core.fences.get(block) == transfer.id:
-                del core.fences[block]
-        if transfer.kind is TransferKind.SPILL:
+        else:
+            self._end_copy(transfer.resident, transfer.id)
             inc.pending_spills -= 1
             core.counters.spills_completed += not transfer.failed
             core.counters.spills_failed += transfer.failed
@@ -235,6 +241,14 @@ class Spills:
             raise TransferError(
                 f"page copy {transfer.id} (page {page} of {inc.request_id!r}) failed; its worker must be replaced")
 
+    def _end_copy(self, resident: ResidentPage, transfer_id: int) -> None:
+        resident.copy_id = 0
+        fences = self.core.fences
+        if fences:
+            for block in resident.blocks:
+                if fences.get(block) == transfer_id:
+                    del fences[block]
+
     def awaits_copy(self, inc: Incarnation) -> bool:
         """A page copy into this request's pages has not been reported by every rank."""
         return any(t.kind is TransferKind.PAGE_COPY and t.inc is inc for t in self.transfers.values())
@@ -247,8 +261,8 @@ class Spills:
         out: list[tuple[int, int]] = []
         for transfer in self.transfers.values():
             if transfer.sent and transfer.started_s < late_s:
-                missing = [rank for rank in range(self.num_ranks) if rank not in transfer.done]
-                out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - len(transfer.done)]]
+                missing = [rank for rank in range(self.num_ranks) if not transfer.done >> rank & 1]
+                out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - transfer.done.bit_count()]]
         return tuple(out)
 
     # ------------------------------------------------------------------------------------------- the workers are gone
@@ -274,8 +288,10 @@ class Spills:
         core = self.core
         pending: dict[Incarnation, int] = {}
         for transfer in self.transfers.values():
-            if transfer.source_pinned and any(core.pool.refs(block) < 1 for block in transfer.device_blocks):
-                raise InvariantError(f"transfer {transfer.id} does not pin its device blocks {transfer.device_blocks}")
+            resident = transfer.resident
+            blocks = transfer.device_blocks if resident is None else resident.blocks
+            if transfer.source_pinned and any(core.pool.refs(block) < 1 for block in blocks):
+                raise InvariantError(f"transfer {transfer.id} does not pin its device blocks {blocks}")
             if core.source is not None and any(core.source.pool.refs(block) < 1 for block in transfer.host_blocks):
                 raise InvariantError(f"transfer {transfer.id} does not pin its host blocks {transfer.host_blocks}")
             if transfer.kind is TransferKind.SPILL:

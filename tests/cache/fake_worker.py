@@ -118,7 +118,7 @@ class FakeWorker:
         for update in command.table_updates:
             table = self.table(update.group_id, update.seat)
             end = update.first_page + len(update.ids)
-            table += [0] * (end - len(table))
+            table += [0] * (max(end, update.num_pages) - len(table))  # entries never named are null
             table[update.first_page : end] = update.ids
             table[update.num_pages :] = [0] * max(0, len(table) - update.num_pages)
             del table[update.num_pages :]

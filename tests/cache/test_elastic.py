@@ -144,7 +144,7 @@ def test_taken_back_before_a_preemption_last_page_first() -> None:
     assert h.manager.core.pool.num_free == 0
     assert not b.preemptions and h.manager.stats().hot_blocks_taken_back == GROUPS
     for blocks in inc.hot:
-        blocks_of_b = {block for page in h.manager.core.live["b"].resident for block in page}
+        blocks_of_b = {block for page in h.manager.core.live["b"].resident.values() for block in page.blocks}
         assert not blocks_of_b & set(blocks)
     command = h.dispatch([(b, 0, 8)])
     assert SeatReset(seat=req.seat, from_slot=5 * 4 - 4 * 3, from_position=-1) in command.seat_resets

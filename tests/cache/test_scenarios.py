@@ -264,7 +264,8 @@ def test_b19_a_block_of_a_dispatched_step_goes_to_no_import_before_that_step_ret
         h.step()
     chosen = h.schedule()
     h.dispatch(chosen)  # step N + 1, still running on the device
-    blocks = {b for page in h.manager.core.live["a"].resident for b in page} | set(h.manager.core.live["a"].indexer)
+    inc = h.manager.core.live["a"]
+    blocks = {b for page in inc.resident.values() for b in page.blocks} | set(inc.indexer)
     h.manager.free("a")
     a.state = "gone"
     b = h.add("b", list(range(100, 136)), 2)

@@ -133,7 +133,7 @@ def mask_ignored(patch: pytest.MonkeyPatch) -> None:
 def rejected_rows_count_as_covered(patch: pytest.MonkeyPatch) -> None:
     """Together with a mask nobody looks at."""
     mask_ignored(patch)
-    patch.setattr("hisparse.cache.kv_cache_manager.uncover", lambda *args: None)
+    patch.setattr("hisparse.cache.step_planner.uncover", lambda *args: None)
     patch.setattr(mirrors, "uncover", lambda *args: None)
 
 
@@ -153,15 +153,15 @@ def reuse_nulls_one_group_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def loose_page_freed_again(patch: pytest.MonkeyPatch) -> None:
-    release = Residency.release_page
+    release = Residency.release_pages
 
-    def twice(self: Residency, inc: object, page: int, event: object) -> None:
-        loose = inc.states[page] is PageState.CLEAN_LOOSE  # type: ignore[attr-defined]
-        blocks = inc.resident[page]  # type: ignore[attr-defined]
-        release(self, inc, page, event)  # type: ignore[arg-type]
-        if loose:
+    def twice(self: Residency, inc: object, first: int, end: int, event: object) -> None:
+        loose = [inc.blocks(page) for page in range(first, end)  # type: ignore[attr-defined]
+                 if inc.states[page] == PageState.CLEAN_LOOSE]  # type: ignore[attr-defined]
+        release(self, inc, first, end, event)  # type: ignore[arg-type]
+        for blocks in loose:
             self.core.pool.free(blocks)
-    patch.setattr(Residency, "release_page", twice)
+    patch.setattr(Residency, "release_pages", twice)
 
 
 def adopt_before_allocation(patch: pytest.MonkeyPatch) -> None:
@@ -214,13 +214,13 @@ def shrunk_without_its_tables(patch: pytest.MonkeyPatch) -> None:
 
 def grown_blocks_counted_and_never_given_back(patch: pytest.MonkeyPatch) -> None:
     """They count as free, but the pool does not ask for them."""
-    patch.setattr(BlockPool, "allocate", _allocate_without_asking(BlockPool.allocate))
+    patch.setattr(BlockPool, "take", _without_asking(BlockPool.take))
 
 
-def _allocate_without_asking(allocate: Callable[..., object]) -> Callable[..., object]:
+def _without_asking(take: Callable[..., object]) -> Callable[..., object]:
     def without(self: BlockPool, n: int, accept: object = None) -> object:
         self.on_shortage = None
-        return allocate(self, n, accept)
+        return take(self, n, accept)
     return without
 
 
