@@ -31,6 +31,8 @@ class Admitter:
         self.max_seats = max_seats
         self._offload = offload
         self._order = 0
+        self._last_find: tuple[str, int, int, list[int], list[int]] | None = None
+        """Of the request looked at last: id, number of keys, version of the index, and what was found."""
         self.free_seats = list(range(max_seats))
 
     def give_back_seat(self, seat: int) -> None:
@@ -58,8 +60,7 @@ class Admitter:
         if source is None or not self.core.prefix_cache or not limit:
             return Hit()
         keys = identity.keys.keys
-        host = source.published.prefix(keys[:limit])
-        indexer = self.core.indexer.cached.prefix(keys[: len(host)])
+        host, indexer = self._look_up(identity, limit)
         load = 0
         if len(indexer) < len(host) and self._offload is not None:
             load = min(self._offload.hit(keys, len(indexer)), len(host) - len(indexer))
@@ -67,11 +68,18 @@ class Admitter:
 
     def _known(self, identity: Identity, prefix: PrefixHit) -> Hit:
         """The blocks of `prefix`, as far as they are still there."""
-        source, keys = self.core.source, identity.keys.keys
-        if source is None or not prefix.host_pages:
+        if self.core.source is None or not prefix.host_pages:
             return Hit()
-        host = source.published.prefix(keys[: prefix.host_pages])
-        return Hit(host=host, indexer=self.core.indexer.cached.prefix(keys[: min(prefix.indexer_gpu_pages, len(host))]))
+        host, indexer = self._look_up(identity, prefix.host_pages)
+        return Hit(host=host, indexer=indexer[: prefix.indexer_gpu_pages])
+
+    def _look_up(self, identity: Identity, limit: int) -> tuple[list[int], list[int]]:
+        """`PrefixIndex.find` of the request's keys; asked again in the same pass, it is remembered."""
+        index, keys, last = self.core.index, identity.keys.keys, self._last_find
+        if last is None or last[:3] != (identity.request_id, len(keys), index.version):
+            last = (identity.request_id, len(keys), index.version, *index.find(keys, len(keys)))
+            self._last_find = last
+        return last[3][:limit], last[4][:limit]
 
     def fits(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
              chunk_tokens: int) -> Fit:
@@ -96,6 +104,7 @@ class Admitter:
         need = self.arithmetic.choose(self.arithmetic.needs(identity, found, landing, import_tokens, chunk_tokens))
         if need is None or not self._has_quiet_room(found, landing, import_tokens):
             return None
+        self._last_find = None
         inc = self.take_seat(identity)
         inc.target_pages, inc.window_pages = need.target_pages, need.window_pages
         inc.host_target_pages = need.host_target_pages

@@ -162,7 +162,9 @@ class BlockPool:
         assert watcher is not None
         watcher(block)
         self._watchers[block] = None
-        self._unlink(block)
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.num_readable -= 1
         return block
 
     def _hand_out(self, blocks: list[int]) -> None:
@@ -193,14 +195,16 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more reference on each block, which is referenced or readable; a watcher stays."""
-        refs = self._refs
+        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
         for block in blocks:
             count = refs[block]
             if not count:
-                if self._watchers[block] is None:
+                if watchers[block] is None:
                     raise InvariantError(f"{self.name} block {block} is neither referenced nor readable, or not in "
                                          f"1..{self.num_blocks - 1}: it has no content to keep")
-                self._unlink(block)
+                before, after = ahead[block], behind[block]
+                behind[before], ahead[after] = after, before
+                self.num_readable -= 1
             refs[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -208,8 +212,9 @@ class BlockPool:
 
         Readable blocks join the tail in the given order; the others are handed out next, in the given order.
         """
-        refs, watchers = self._refs, self._watchers
+        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
         plain: list[int] = []
+        last = ahead[NULL_BLOCK]
         for block in blocks:
             count = refs[block] - 1
             if count > 0:
@@ -221,7 +226,11 @@ class BlockPool:
             if watchers[block] is None:
                 plain.append(block)
             else:
-                self._link(block)
+                behind[last] = block
+                ahead[block] = last
+                behind[block] = NULL_BLOCK
+                ahead[NULL_BLOCK] = last = block
+                self.num_readable += 1
         if plain:
             plain.reverse()
             self._plain.extend(plain)
@@ -241,12 +250,14 @@ class BlockPool:
 
     def unwatch(self, blocks: Iterable[int]) -> None:
         """Forgets watchers without calling them; a readable block becomes an ordinary free one, handed out next."""
-        refs, watchers = self._refs, self._watchers
+        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
         for block in blocks:
             if watchers[block] is not None:
                 watchers[block] = None
                 if not refs[block]:
-                    self._unlink(block)
+                    before, after = ahead[block], behind[block]
+                    behind[before], ahead[after] = after, before
+                    self.num_readable -= 1
                     self._plain.append(block)
 
     def drop_readable(self, n: int) -> list[int]:
@@ -260,19 +271,6 @@ class BlockPool:
             dropped += [block, *self._plain[before:]]  # its watcher may have taken others along
             self._plain.append(block)
         return dropped
-
-    # ------------------------------------------------------------------------------------------- list of readable blocks
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before], self._prev[after] = after, before
-        self.num_readable -= 1
-
-    def _link(self, block: int) -> None:
-        """At the tail."""
-        last = self._prev[NULL_BLOCK]
-        self._next[last] = self._prev[NULL_BLOCK] = block
-        self._prev[block], self._next[block] = last, NULL_BLOCK
-        self.num_readable += 1
 
     # ------------------------------------------------------------------------------------------- conservation
     def check(self) -> None:

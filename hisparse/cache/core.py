@@ -12,6 +12,7 @@ from hisparse.cache.groups import (
     HiSparseSourceManager,
     IndexerManager,
 )
+from hisparse.cache.prefix_index import PrefixIndex
 from hisparse.cache.request import Incarnation, ResidentPage
 from hisparse.cache.residency import PINNED, READABLE_ON_GPU, PageEvent, PageState, next_state
 from hisparse.cache.steps import StepClock
@@ -63,6 +64,7 @@ class CacheCore:
     hot: HiSparseHotManager | None
     source: HiSparseSourceManager | None
     tables: TableChanges
+    index: PrefixIndex
     clock: StepClock = field(default_factory=StepClock)
     counters: Counters = field(default_factory=Counters)
     live: dict[str, Incarnation] = field(default_factory=dict)

@@ -9,79 +9,19 @@ import itertools
 from collections.abc import Sequence
 
 from hisparse.cache.block_pool import Accept, BlockPool
+from hisparse.cache.prefix_index import PrefixIndex, PublishedBlocks
 from hisparse.cache.request import Incarnation
 from hisparse.errors import InvariantError
 from hisparse.layout import HotGroup, IndexerGroup, ResidentGroup, SourceGroup
 
 
-class PublishedBlocks:
-    """Blocks findable by page key while their content stands: one block per key, dropped before it is handed out."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._on_reuse = self._evict  # one bound method for every block
-        self.clear()
-        self.num_evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._block)
-
-    def get(self, key: bytes) -> int | None:
-        return self._block.get(key)
-
-    def blocks(self) -> list[int]:
-        """Every published block, oldest first."""
-        return list(self._block.values())
-
-    def publish(self, key: bytes, block: int) -> bool:
-        """Makes a referenced block findable. False: the key stays with the block that has it."""
-        if key in self._block:
-            return False
-        if self._key[block] is not None:
-            raise InvariantError(f"{self._pool.name} block {block} is published already, under another key")
-        self._pool.watch((block,), self._on_reuse)
-        self._block[key], self._key[block] = block, key
-        return True
-
-    def prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of published keys from the first one on."""
-        out = []
-        get = self._block.get
-        for key in keys:
-            block = get(key)
-            if block is None:
-                break
-            out.append(block)
-        return out
-
-    def clear(self) -> None:
-        """The pool is gone."""
-        self._block: dict[bytes, int] = {}
-        self._key: list[bytes | None] = [None] * self._pool.num_blocks
-
-    def _evict(self, block: int) -> None:
-        key = self._key[block]
-        assert key is not None
-        self._key[block] = None
-        del self._block[key]
-        self.num_evicted += 1
-
-    def check(self) -> None:
-        num_keys = self._pool.num_blocks - self._key.count(None)
-        if len(self._block) != num_keys:
-            raise InvariantError(f"{self._pool.name} pool: {len(self._block)} published keys on {num_keys} blocks")
-        for key, block in self._block.items():
-            if self._key[block] != key or not self._pool.is_watched(block):
-                raise InvariantError(f"{self._pool.name} block {block} is published but would be handed out unnoticed")
-
-
 class IndexerManager:
     """Indexer pages: one device block per page of every request; sealed ones are cached by page key."""
 
-    def __init__(self, group: IndexerGroup, pool: BlockPool) -> None:
+    def __init__(self, group: IndexerGroup, pool: BlockPool, index: PrefixIndex) -> None:
         self.group = group
         self.pool = pool
-        self.cached = PublishedBlocks(pool)
+        self.cached = PublishedBlocks.of_indexer(pool, index)
         self.unstored: dict[bytes, None] = {}
         """Keys sealed since the engine last asked, oldest first."""
         self.store_pins: dict[int, int] = {}
@@ -200,12 +140,12 @@ class HiSparseHotManager:
 class HiSparseSourceManager:
     """Host pages: one host block per page; published ones are found by page key."""
 
-    def __init__(self, group: SourceGroup, pool: BlockPool) -> None:
+    def __init__(self, group: SourceGroup, pool: BlockPool, index: PrefixIndex) -> None:
         if group.block_pool_id is not None:
             raise InvariantError("the source group must not be in a device pool")
         self.group = group
         self.pool = pool
-        self.published = PublishedBlocks(pool)
+        self.published = PublishedBlocks.of_host(pool, index)
 
     def allocate(self, n: int) -> list[int] | None:
         return self.pool.take(n)

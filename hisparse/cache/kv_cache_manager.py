@@ -24,6 +24,7 @@ from hisparse.cache.loads import Loads
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
+from hisparse.cache.prefix_index import PrefixIndex
 from hisparse.cache.releaser import Releaser
 from hisparse.cache.report import PageView, collect_stats, held_pages, page_views
 from hisparse.cache.request import Identity
@@ -76,6 +77,7 @@ class KVCacheManager:
         if incarnation is None:
             incarnation = secrets.randbits(64)
         pool = BlockPool(config.device_blocks, incarnation=incarnation, name="device")
+        index = PrefixIndex()
         hot = source = None
         watermark = 0
         if config.enabled:
@@ -85,13 +87,13 @@ class KVCacheManager:
                 layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(rows)] * len(layout.hots),
                 max_blocks=[layout.hot_blocks(hot_rows_max(config, layout))] * len(layout.hots))
             source = HiSparseSourceManager(
-                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"))
+                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
             watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
         self.core = CacheCore(
             layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
             prefix_cache=config.prefix_cache and config.enabled, pool=pool,
-            indexer=IndexerManager(layout.indexer, pool), residents=HiSparseResidentManager(layout.residents, pool),
-            hot=hot, source=source, tables=TableChanges(layout),
+            indexer=IndexerManager(layout.indexer, pool, index), residents=HiSparseResidentManager(layout.residents, pool),
+            hot=hot, source=source, tables=TableChanges(layout), index=index,
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)

@@ -206,10 +206,10 @@ def test_without_the_store_every_group_falls_back_to_the_shorter_prefix() -> Non
     h.add("b", list(range(100, 158)), 3)
     h.run()
     h.add("a2", list(range(40)), 1)
-    source, indexer = h.manager.core.source.published, h.manager.core.indexer.cached
     keys = h.manager._identities["a2"].keys.keys
-    host, gpu = len(source.prefix(keys)), len(indexer.prefix(keys))
-    assert gpu < host
+    host, indexer = h.manager.core.index.find(keys, len(keys))
+    gpu = len(indexer)
+    assert gpu < len(host)
     assert h.manager.prefix("a2").host_pages == gpu
     h.drain()
 
