@@ -1,184 +1,20 @@
-"""All byte arithmetic: row formats, packing of cache groups, host layout, capacity.
-
-Nothing else in hisparse multiplies block counts with byte sizes. All results are Python ints (never 32-bit).
-"""
+"""Where every byte of the KV cache lives, on the device and on the host."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hisparse.errors import ConfigError
+from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentGroup, SourceGroup
+from hisparse.layout.packing import pack, round_up
+from hisparse.layout.row_format import ITEM_BYTES, ROW_ALIGN_BYTES, RowFormat
+from hisparse.layout.shape import ModelShape
 
-ROW_ALIGN_BYTES = 16
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NULL_BLOCK = 0
 """Block 0 of the device pool and of the host pool is never handed out; tables hold it where there is no page."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFormat:
-    """One token's latent KV in one layer: `latent_dim` values, then `rope_dim` values, of one dtype.
-
-    Example: `RowFormat(dtype="bfloat16", latent_dim=512, rope_dim=64).row_bytes == 1152`.
-    """
-
-    dtype: str
-    latent_dim: int
-    rope_dim: int
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ConfigError(f"row dtype must be one of {sorted(ITEM_BYTES)}, got {self.dtype!r}")
-        if self.row_bytes % ROW_ALIGN_BYTES:
-            raise ConfigError(
-                f"a row of {self.row_elems} x {self.dtype} is {self.row_bytes} bytes, which is not a multiple of "
-                f"{ROW_ALIGN_BYTES}; use a model whose kv_lora_rank + qk_rope_head_dim fills whole 16-byte units"
-            )
-
-    @property
-    def row_elems(self) -> int:
-        return self.latent_dim + self.rope_dim
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.row_elems * self.item_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexGroup:
-    """A layer that owns an indexer and the later layers that reuse its top-k."""
-
-    leader: int
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What the cache needs to know of a DeepSeek-Sparse-Attention model."""
-
-    model_type: str
-    num_layers: int
-    num_heads: int
-    kv_lora_rank: int
-    rope_dim: int
-    index_head_dim: int
-    top_k: int
-    max_positions: int
-    vocab_size: int
-    index_groups: tuple[IndexGroup, ...]
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Reads a Hugging Face `config.json` dictionary.
-
-        Raises:
-            ConfigError: the checkpoint is not a DSA model, or a field is missing.
-        """
-        model_type = str(config.get("model_type", "unknown"))
-        if model_type not in ("glm_moe_dsa", "deepseek_v32"):
-            raise ConfigError(
-                f"not a supported DSA checkpoint: model_type is {model_type!r}, supported are 'glm_moe_dsa' and "
-                "'deepseek_v32' (models with kv_lora_rank and index_topk); point `model.path` at such a checkpoint"
-            )
-        need = ("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim",
-                "index_topk", "max_position_embeddings", "vocab_size")
-        missing = [name for name in need if config.get(name) is None]
-        if missing:
-            raise ConfigError(f"config.json of a {model_type} checkpoint lacks {', '.join(missing)}")
-        num_layers = int(config["num_hidden_layers"])
-        return cls(
-            model_type=model_type,
-            num_layers=num_layers,
-            num_heads=int(config["num_attention_heads"]),
-            kv_lora_rank=int(config["kv_lora_rank"]),
-            rope_dim=int(config["qk_rope_head_dim"]),
-            index_head_dim=int(config["index_head_dim"]),
-            top_k=int(config["index_topk"]),
-            max_positions=int(config["max_position_embeddings"]),
-            vocab_size=int(config["vocab_size"]),
-            index_groups=_index_groups(indexer_types(config, num_layers)),
-        )
-
-
-def indexer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """'full' or 'shared' per layer, from `indexer_types` or derived by the GLM rule; V3.2 has an indexer everywhere."""
-    if config.get("model_type") != "glm_moe_dsa":
-        return ["full"] * num_layers
-    given = config.get("indexer_types")
-    if given is not None:
-        if len(given) != num_layers:
-            raise ConfigError(f"indexer_types has {len(given)} entries for {num_layers} layers")
-        return [str(kind) for kind in given]
-    freq = int(config.get("index_topk_freq") or 1)
-    offset = int(config.get("index_skip_topk_offset") or 0)
-    return ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)]
-
-
-def _index_groups(kinds: Sequence[str]) -> tuple[IndexGroup, ...]:
-    if not kinds or kinds[0] != "full":
-        raise ConfigError("the first layer must own an indexer ('full'); got " + (repr(kinds[0]) if kinds else "no layer"))
-    groups: list[list[int]] = []
-    for layer, kind in enumerate(kinds):
-        if kind == "full":
-            groups.append([layer])
-        elif kind == "shared":
-            groups[-1].append(layer)
-        else:
-            raise ConfigError(f"indexer_types[{layer}] must be 'full' or 'shared', got {kind!r}")
-    return tuple(IndexGroup(leader=layers[0], layers=tuple(layers)) for layers in groups)
-
-
-# ---------------------------------------------------------------------------------------------- cache groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerGroup:
-    """Indexer keys of every layer that owns an indexer: GPU, prefix-cacheable, transferable."""
-
-    group_id: int
-    layers: tuple[int, ...]
-    block_pool_id: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceGroup:
-    """The whole sparse-MLA KV in host memory: prefix-cacheable, transferable, in no device pool."""
-
-    group_id: int
-    layers: tuple[int, ...]
-    block_pool_id: None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentGroup:
-    """Whole pages of some index groups on the GPU: not prefix-cacheable, not transferable as such."""
-
-    group_id: int
-    layers: tuple[int, ...]
-    index_groups: tuple[int, ...]
-    block_pool_id: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HotGroup:
-    """Hot regions of the same index groups as one resident group; same base pointer and strides."""
-
-    group_id: int
-    layers: tuple[int, ...]
-    index_groups: tuple[int, ...]
-    block_pool_id: int = 0
-
-
-CacheGroup = IndexerGroup | SourceGroup | ResidentGroup | HotGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,9 +69,9 @@ class KVCacheLayout:
         for n in choices:
             if not 1 <= n <= len(sizes):
                 raise ConfigError(f"num_groups must be in 1..{len(sizes)} (index groups of the model), got {n}")
-            bins = _pack(sizes, n)
+            bins = pack(sizes, n)
             largest = max(sum(sizes[i] for i in b) for b in bins)
-            block_bytes = _round_up(max(largest * page_bytes, indexer_bytes), math.lcm(row.row_bytes, ROW_ALIGN_BYTES))
+            block_bytes = round_up(max(largest * page_bytes, indexer_bytes), math.lcm(row.row_bytes, ROW_ALIGN_BYTES))
             total = (len(bins) + 1) * block_bytes
             if best is None or total < best[0]:
                 best = (total, block_bytes, bins)
@@ -342,18 +178,3 @@ class KVCacheLayout:
             "groups": [list(group.layers) for group in self.residents], "block_bytes": self.block_bytes,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Longest-first into the least filled bin; members of a bin, and bins by first member, stay in layer order."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [0] * num_bins
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        target = min(range(num_bins), key=lambda b: (load[b], b))
-        bins[target].append(i)
-        load[target] += sizes[i]
-    return sorted((sorted(members) for members in bins if members), key=lambda members: members[0])
