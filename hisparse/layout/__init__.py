@@ -7,10 +7,12 @@ from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentG
 from hisparse.layout.kv_cache_layout import NULL_BLOCK, KVCacheLayout
 from hisparse.layout.row_format import RowFormat
 from hisparse.layout.shape import IndexGroup, ModelShape
+from hisparse.layout.waste import GroupWaste, WasteReport
 
 __all__ = [
     "NULL_BLOCK",
     "CacheGroup",
+    "GroupWaste",
     "HotGroup",
     "IndexGroup",
     "IndexerGroup",
@@ -19,4 +21,5 @@ __all__ = [
     "ResidentGroup",
     "RowFormat",
     "SourceGroup",
+    "WasteReport",
 ]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from hisparse.errors import ConfigError
 from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentGroup, SourceGroup
-from hisparse.layout.packing import pack, round_up
+from hisparse.layout.packing import best_packing
 from hisparse.layout.row_format import ITEM_BYTES, ROW_ALIGN_BYTES, RowFormat
 from hisparse.layout.shape import ModelShape
+from hisparse.layout.waste import WARN_FRACTION, GroupWaste, WasteReport
 
 NULL_BLOCK = 0
 """Block 0 of the device pool and of the host pool is never handed out; tables hold it where there is no page."""
@@ -61,32 +62,22 @@ class KVCacheLayout:
         if indexer_dtype not in ITEM_BYTES:
             raise ConfigError(f"indexer dtype must be one of {sorted(ITEM_BYTES)}, got {indexer_dtype!r}")
         indexer_layers = tuple(group.leader for group in shape.index_groups)
-        indexer_bytes = len(indexer_layers) * block_size * shape.index_head_dim * ITEM_BYTES[indexer_dtype]
-        page_bytes = block_size * row.row_bytes
-        sizes = [len(group.layers) for group in shape.index_groups]
-        choices = [num_groups] if num_groups is not None else range(1, len(sizes) + 1)
-        best: tuple[int, int, list[list[int]]] | None = None
-        for n in choices:
-            if not 1 <= n <= len(sizes):
-                raise ConfigError(f"num_groups must be in 1..{len(sizes)} (index groups of the model), got {n}")
-            bins = pack(sizes, n)
-            largest = max(sum(sizes[i] for i in b) for b in bins)
-            block_bytes = round_up(max(largest * page_bytes, indexer_bytes), math.lcm(row.row_bytes, ROW_ALIGN_BYTES))
-            total = (len(bins) + 1) * block_bytes
-            if best is None or total < best[0]:
-                best = (total, block_bytes, bins)
-        assert best is not None
-        _, block_bytes, bins = best
+        packing = best_packing(
+            [len(group.layers) for group in shape.index_groups], layer_bytes=block_size * row.row_bytes,
+            indexer_bytes=len(indexer_layers) * block_size * shape.index_head_dim * ITEM_BYTES[indexer_dtype],
+            unit_bytes=math.lcm(row.row_bytes, ROW_ALIGN_BYTES), num_groups=num_groups,
+        )
+        bins = packing.bins
         offsets, owner = [0] * shape.num_layers, [0] * shape.num_layers
         residents, hots = [], []
         for g, members in enumerate(bins):
             layers = tuple(layer for i in members for layer in shape.index_groups[i].layers)
             for place, layer in enumerate(layers):
                 offsets[layer], owner[layer] = place * block_size, g
-            residents.append(ResidentGroup(group_id=2 + g, layers=layers, index_groups=tuple(members)))
-            hots.append(HotGroup(group_id=2 + len(bins) + g, layers=layers, index_groups=tuple(members)))
+            residents.append(ResidentGroup(group_id=2 + g, layers=layers, index_groups=members))
+            hots.append(HotGroup(group_id=2 + len(bins) + g, layers=layers, index_groups=members))
         return cls(
-            shape=shape, block_size=block_size, row=row, indexer_dtype=indexer_dtype, block_bytes=block_bytes,
+            shape=shape, block_size=block_size, row=row, indexer_dtype=indexer_dtype, block_bytes=packing.block_bytes,
             indexer=IndexerGroup(group_id=0, layers=indexer_layers),
             source=SourceGroup(group_id=1, layers=tuple(range(shape.num_layers))),
             residents=tuple(residents), hots=tuple(hots),
@@ -165,8 +156,36 @@ class KVCacheLayout:
     @property
     def waste_fraction(self) -> float:
         """Share of the packed bytes of one page (indexer + all resident groups) that holds nothing."""
-        used = self.indexer_page_bytes + self.host_block_bytes
-        return 1.0 - used / ((1 + self.num_resident_groups) * self.block_bytes)
+        return self.waste_report().fraction
+
+    def waste_report(self) -> WasteReport:
+        """Used and wasted bytes of one block of every group."""
+        used = [("indexer", self.indexer.layers, self.indexer_page_bytes)]
+        used += [(str(g), group.layers, self.resident_page_bytes(g)) for g, group in enumerate(self.residents)]
+        return WasteReport(
+            groups=tuple(GroupWaste(name=name, layers=layers, used_bytes=size, wasted_bytes=self.block_bytes - size)
+                         for name, layers, size in used),
+            num_groups=self.num_resident_groups, block_bytes=self.block_bytes,
+        )
+
+    def waste_advice(self) -> str | None:
+        """None up to WARN_FRACTION; else the waste and what wastes less, in the words of the configuration."""
+        if self.waste_fraction <= WARN_FRACTION:
+            return None
+        what = (f"{self.waste_fraction:.1%} of the packed device bytes of a page hold nothing ({self.num_resident_groups} "
+                f"resident groups, blocks of {self.block_bytes:,} bytes)")
+        fixes, least = [], self.waste_fraction
+        for block_size in sorted({self.block_size, 64}):
+            other = KVCacheLayout.build(self.shape, block_size=block_size, dtype=self.row.dtype,
+                                        indexer_dtype=self.indexer_dtype)
+            if other.waste_fraction < least:
+                least = other.waste_fraction
+                size = f" with cache.block_size = {block_size}" if block_size != self.block_size else ""
+                fixes.append(f"cache.num_groups = {other.num_resident_groups}{size} wastes {other.waste_fraction:.1%}")
+        if fixes:
+            return f"{what}; {', '.join(fixes)}"
+        return (f"{what}; no other cache.num_groups or cache.block_size wastes less, only another indexer dtype "
+                f"({self.indexer_dtype} now) or row dtype ({self.row.dtype}) changes the sizes that are packed")
 
     def fingerprint(self) -> str:
         """Hash of everything two sides must agree on before they exchange pages. Same in every process."""
