@@ -79,9 +79,10 @@ class KVCacheManager:
         watermark = 0
         if config.enabled:
             _check_host_pool(layout, num_host_blocks, max_model_len)
-            rows = hot_rows(config, layout)
+            # One size for every group: the smallest, which fits each group's tables, until regions differ by group.
+            rows, rows_max = min(hot_rows(config, layout)), min(hot_rows_max(config, layout))
             hot = HiSparseHotManager(layout.hots, pool, rows=rows, blocks_per_group=layout.hot_blocks(rows),
-                                     max_blocks_per_group=layout.hot_blocks(hot_rows_max(config, layout)))
+                                     max_blocks_per_group=layout.hot_blocks(rows_max))
             source = HiSparseSourceManager(
                 layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"))
             watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))

@@ -4,12 +4,21 @@ Nothing else in hisparse multiplies block counts with byte sizes. All results ar
 """
 
 from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentGroup, SourceGroup
+from hisparse.layout.hot_regions import (
+    MAX_HOT_ROWS,
+    check_query_rows,
+    limit_rows,
+    rows_text,
+    split_rows,
+    start_rows,
+)
 from hisparse.layout.kv_cache_layout import NULL_BLOCK, KVCacheLayout
 from hisparse.layout.row_format import RowFormat
 from hisparse.layout.shape import IndexGroup, ModelShape
 from hisparse.layout.waste import GroupWaste, WasteReport
 
 __all__ = [
+    "MAX_HOT_ROWS",
     "NULL_BLOCK",
     "CacheGroup",
     "GroupWaste",
@@ -22,4 +31,9 @@ __all__ = [
     "RowFormat",
     "SourceGroup",
     "WasteReport",
+    "check_query_rows",
+    "limit_rows",
+    "rows_text",
+    "split_rows",
+    "start_rows",
 ]

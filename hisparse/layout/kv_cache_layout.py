@@ -172,8 +172,8 @@ class KVCacheLayout:
         """None up to WARN_FRACTION; else the waste and what wastes less, in the words of the configuration."""
         if self.waste_fraction <= WARN_FRACTION:
             return None
-        what = (f"{self.waste_fraction:.1%} of the packed device bytes of a page hold nothing ({self.num_resident_groups} "
-                f"resident groups, blocks of {self.block_bytes:,} bytes)")
+        what = (f"{self.waste_fraction:.1%} of the packed device bytes of a page hold nothing (cache.num_groups = "
+                f"{self.num_resident_groups}, blocks of {self.block_bytes:,} bytes)")
         fixes, least = [], self.waste_fraction
         for block_size in sorted({self.block_size, 64}):
             other = KVCacheLayout.build(self.shape, block_size=block_size, dtype=self.row.dtype,
