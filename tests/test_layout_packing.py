@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hisparse.config import CacheConfig, hot_rows
 from hisparse.errors import ConfigError
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
 from hisparse.layout.packing import best_packing, pack
@@ -47,6 +48,15 @@ def test_glm52_in_twenty_groups_fills_the_indexer_block_and_wastes_the_others() 
     assert layout.waste_fraction == pytest.approx(1 - (344_064 + 78 * 73_728) / (21 * 344_448))
     advice = layout.waste_advice()
     assert advice is not None and "15.7%" in advice and "cache.num_groups = 10 wastes 6.1%" in advice
+
+
+@pytest.mark.parametrize(("num_groups", "mebibytes"), [(10, 1709), (20, 1323)])
+def test_glm52_host_backed_request_of_128k(num_groups: int, mebibytes: int) -> None:
+    """2,048 indexer blocks, and 97 pages of hot rows and 2 of the tail in every group: small blocks take less here."""
+    layout = real(GLM52, num_groups=num_groups)
+    (rows, *_) = hot_rows(CacheConfig(), layout)
+    blocks = layout.pages(131_072) + (layout.hot_blocks(rows) + 2) * num_groups
+    assert (rows, blocks) == (6208, 2048 + 99 * num_groups) and round(layout.device_bytes(blocks) / 2**20) == mebibytes
 
 
 @pytest.mark.parametrize(("config", "groups", "layers", "fraction"), [
