@@ -94,6 +94,8 @@ class MemoryPlan:
         return self.packing.text(self.hot_rows)
 
     def _region_text(self) -> str:
-        if len(set(self.hot_rows)) < 2:
+        if not self.hot_rows:
+            return "HiSparse is off"
+        if len(set(self.hot_rows)) == 1:
             return f"{rows_text(self.hot_rows)} per hot group"
         return f"{rows_text(self.hot_rows)}, {sum(self.hot_rows):,} in {len(self.hot_rows)} hot groups"
