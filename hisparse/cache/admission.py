@@ -11,7 +11,7 @@ from hisparse.cache.request import Identity
 from hisparse.cache.values import Fit
 from hisparse.config import CacheConfig, hot_rows
 from hisparse.errors import ConfigError
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import KVCacheLayout, rows_text
 from hisparse.types import Landing
 
 
@@ -61,7 +61,7 @@ def min_device_blocks(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
     pages = layout.pages(max_model_len)
     if not config.enabled:
         return 1 + layout.device_blocks_resident(max_model_len)
-    region = len(layout.hots) * layout.hot_blocks(hot_rows(config, layout))
+    region = sum(layout.hot_blocks(rows) for rows in hot_rows(config, layout))
     window = min(pages, window_pages(layout, max_query_tokens))
     return 1 + pages + region + window * layout.num_resident_groups
 
@@ -75,8 +75,8 @@ def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
     what = f"{pages} indexer and resident pages of {layout.num_resident_groups} groups"
     fix = "lower max_model_len, or enable HiSparse"
     if config.enabled:
-        what = (f"{pages} indexer pages, a hot region of {len(layout.hots)} x "
-                f"{layout.hot_blocks(hot_rows(config, layout))} blocks, and the resident window of "
+        what = (f"{pages} indexer pages, hot regions of {rows_text(hot_rows(config, layout))} in {len(layout.hots)} groups, "
+                f"and the resident window of "
                 f"{layout.num_resident_groups} groups for steps of {max_query_tokens} tokens")
         fix = "lower max_model_len, prefill_chunk_tokens or hot_rows"
     raise ConfigError(

@@ -34,7 +34,7 @@ from hisparse.cache.tables import TableChanges
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
 from hisparse.config import CacheConfig, hot_rows, hot_rows_max
 from hisparse.errors import ConfigError, InvariantError, RequestError
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import KVCacheLayout, check_query_rows
 from hisparse.types import (
     BlockTableUpdate,
     HiSparseWorkerOutput,
@@ -83,9 +83,10 @@ class KVCacheManager:
         if config.enabled:
             _check_host_pool(layout, num_host_blocks, max_model_len)
             rows = hot_rows(config, layout)
+            check_query_rows(rows, layout.shape.top_k, lookahead_tokens)
             hot = HiSparseHotManager(
-                layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(rows)] * len(layout.hots),
-                max_blocks=[layout.hot_blocks(hot_rows_max(config, layout))] * len(layout.hots))
+                layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(n) for n in rows],
+                max_blocks=[layout.hot_blocks(n) for n in hot_rows_max(config, layout)])
             source = HiSparseSourceManager(
                 layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
             watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
