@@ -172,7 +172,8 @@ class CacheCore:
         page.pins += 1
 
     def unpin(self, page: ResidentPage) -> None:
-        """One holder less; the last one frees the blocks. While a copy may still read them they are fenced."""
+        """One holder less; the last one frees the blocks, readable if somebody may want them. While a copy may still read
+        them they are fenced."""
         page.pins -= 1
         if page.pins:
             if page.pins < 0:
@@ -180,7 +181,13 @@ class CacheCore:
             return
         if page.copy_id:
             self.fences.update(dict.fromkeys(page.blocks, page.copy_id))
-        self.free_device(page.blocks)
+        if not page.wanted:
+            self.free_device(page.blocks)
+            return
+        page.watched = True
+        if self.clock.dispatched > self.clock.retired:
+            self.clock.mark_busy(page.blocks)
+        self.pool.unpin(page.blocks, page.on_reuse)
 
     def free_host_after_steps(self, blocks: Iterable[int]) -> None:
         """Drops one reference on each host block once no dispatched step can touch it."""

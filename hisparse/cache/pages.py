@@ -80,22 +80,10 @@ class Residency:
         for page in pages:
             resident = inc.resident[page]
             core.move(inc, page, PageEvent.UNPIN)
-            self._add_owner(resident, inc, page)
+            _add_owner(resident, inc, page)
             core.unpin(resident)
             core.counters.pages_unpinned += 1
         core.update_reservation(inc)
-
-    def _add_owner(self, resident: ResidentPage, inc: Incarnation, page: int) -> None:
-        if resident.owners is None:
-            resident.owners = {}
-        resident.owners[inc, page] = None
-        self._watch(resident)
-
-    def _watch(self, resident: ResidentPage) -> None:
-        """Its blocks will stay readable when the last pin goes. Watched blocks may be readable already."""
-        if not resident.watched:
-            self.core.pool.watch(resident.blocks, resident.on_reuse)
-            resident.watched = True
 
     def new(self, inc: Incarnation, page: int, blocks: tuple[int, ...]) -> None:
         """A page gets resident blocks that were just handed out."""
@@ -153,7 +141,6 @@ class Residency:
             self.settle(old)
         self.copies[key] = resident
         resident.key = key
-        self._watch(resident)
 
     def adopt(self, inc: Incarnation, keys: Sequence[bytes]) -> None:
         """Host-only pages 0 .. len(keys)-1 take existing GPU copies: without a pin if the request has a hot region,
@@ -183,7 +170,7 @@ class Residency:
         core = self.core
         if inc.hot:
             core.move(inc, page, PageEvent.ADOPT_LOOSE)
-            self._add_owner(resident, inc, page)
+            _add_owner(resident, inc, page)
         else:
             core.pin(resident)
             core.move(inc, page, PageEvent.ADOPT_PINNED)
@@ -195,7 +182,6 @@ class Residency:
         """A page still SPILLING when its request finishes: its blocks stay readable, for it may yet become a copy."""
         resident = inc.resident[page]
         resident.awaited = True
-        self._watch(resident)
         return resident
 
     def release_pages(self, inc: Incarnation, first: int, end: int, event: PageEvent) -> None:
@@ -227,12 +213,18 @@ class Residency:
         for resident, pins in holders.items():
             if resident.pins < pins:
                 raise InvariantError(f"resident page {resident.blocks} counts {resident.pins} pins, requests hold {pins}")
-            if resident.watched != all(pool.is_watched(block) for block in resident.blocks):
+            if not resident.pins and not all(pool.is_watched(block) for block in resident.blocks):
                 raise InvariantError(f"resident page {resident.blocks} would be handed out unnoticed")
-            if bool(resident.pins) and any(pool.refs(block) < 1 for block in resident.blocks):
+            if resident.pins and any(pool.refs(block) < 1 for block in resident.blocks):
                 raise InvariantError(f"resident page {resident.blocks} is pinned without references")
         for key, resident in self.copies.items():
             if resident.key != key or not resident.alive:
                 raise InvariantError(f"copies lists blocks {resident.blocks} under a key they do not have")
-            if not all(pool.is_watched(block) for block in resident.blocks):
+            if not resident.pins and not all(pool.is_watched(block) for block in resident.blocks):
                 raise InvariantError(f"copy {resident.blocks} would be handed out unnoticed")
+
+
+def _add_owner(resident: ResidentPage, inc: Incarnation, page: int) -> None:
+    if resident.owners is None:
+        resident.owners = {}
+    resident.owners[inc, page] = None

@@ -44,7 +44,8 @@ class ResidentPage:
         owners: (incarnation, page) that list the blocks as a loose page, without a pin.
         key: set while `copies` lists this page under it. awaited: a spill of a finished request may yet make it a copy.
         copy_id: spill whose copy is in the stream (enqueued everywhere) and has not completed; 0 = none.
-        watched: the pool calls `on_reuse` before it hands one of the blocks out. alive: that did not happen yet.
+        watched: the last pin went while the page was wanted: the pool calls `on_reuse` before it hands one of the blocks
+            out. alive: that did not happen yet.
     """
 
     __slots__ = ("alive", "awaited", "blocks", "copy_id", "key", "owners", "pins", "reused", "watched")
