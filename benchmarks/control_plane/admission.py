@@ -138,7 +138,7 @@ def page_keys(context: Context) -> list[Row]:
     row = watch.row(context, f"page keys {size(tokens)}", ["open"], 40.0)
     chain_ms = min(watch.ms["chain"])
     return [context.row(row.case.removeprefix(f"{context.shape} "), row.value, "ms", bar=40.0, best=row.best, max=row.max,
-                        yardstick=(chain_ms, "x chain"), detail={"sha256_chain_ms": chain_ms})]
+                        yardstick=(chain_ms, "x chain"), detail=row.detail | {"sha256_chain_ms": chain_ms})]
 
 
 def _hash_chain(num_pages: int) -> None:

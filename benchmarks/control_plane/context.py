@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -63,21 +64,41 @@ def p90(values: Sequence[float]) -> float:
 
 
 class Stopwatch:
-    """Named lists of milliseconds."""
+    """Named lists of milliseconds, and how much of them the garbage collector took."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = {}
+        self.collector_ms: dict[str, list[float]] = {}
+        self._collecting_s = self._collection_began_s = 0.0
 
     def time(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls, and notes the time under `name`; once per repeat for each name."""
+        self._collecting_s = 0.0
+        gc.callbacks.append(self._on_collection)
         start = time.perf_counter()
         result = call(*args, **kwargs)
-        self.ms.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+        seconds = time.perf_counter() - start
+        gc.callbacks.remove(self._on_collection)
+        self.ms.setdefault(name, []).append(seconds * 1e3)
+        self.collector_ms.setdefault(name, []).append(self._collecting_s * 1e3)
         return result
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collection_began_s = now
+        else:
+            self._collecting_s += now - self._collection_began_s
 
     def row(self, context: Context, case: str, names: Sequence[str], bar: float | None = None, **detail: Any) -> Row:
         """The sum of the named parts of each repeat."""
         values = [sum(parts) for parts in zip(*(self.ms[name] for name in names), strict=True)]
-        return context.row(case, statistics.median(values), "ms", bar=bar, best=min(values), max=max(values), detail=detail)
+        collector = [sum(parts) for parts in zip(*(self.collector_ms[name] for name in names), strict=True)]
+        return context.row(case, statistics.median(values), "ms", bar=bar, best=min(values), max=max(values),
+                           detail=detail | {"collector_ms": statistics.median(collector)})
+
+    def total_s(self, name: str) -> float:
+        return sum(self.ms[name]) / 1e3
 
     def median(self, name: str) -> float:
         return statistics.median(self.ms[name])

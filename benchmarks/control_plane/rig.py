@@ -114,8 +114,9 @@ class Rig:
         self.layout, self.load = layout, load
         self.step_no = 0
         self.phases_s = dict.fromkeys(PHASES, 0.0)
-        """Of the last step."""
-        self.last_command: SparseKVOffloadCommand | None = None
+        """Seconds of the last step."""
+        self.num_spills = 0
+        """In the last command."""
         self._late: list[tuple[int, list[int]]] = []
         self.ids = [f"request-{i}" for i in range(load.num_requests)]
         self.computed: dict[str, int] = {}
@@ -218,7 +219,7 @@ class Rig:
         if not granted or command is None:
             raise RuntimeError(f"step {step}: a request found no room; {manager.stats()}")
         outputs = self._acknowledge(command)
-        self.last_command = command
+        self.num_spills = len(command.spills)
         accepted = [[step % 1000]] * len(ids)
 
         t4 = clock()
