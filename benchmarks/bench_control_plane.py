@@ -13,6 +13,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import report
@@ -37,16 +38,25 @@ CASES: dict[str, Callable[[Context], list[report.Row]]] = {
 
 
 def measure(shapes: Sequence[str], names: Sequence[str], *, quick: bool) -> tuple[dict[str, object], list[report.Row]]:
-    """Facts of the run, and the rows of the named cases on each shape."""
-    yardsticks = report.Yardsticks.measure(repeats=1 if quick else 5)
-    header = report.facts("bench_control_plane", yardsticks)
+    """Facts of the run, and the rows of the named cases on each shape.
+
+    The yardsticks are measured anew before and after every case, for others may use the machine: a row's
+    `lookup_ns_before`, which its yardstick is made of, and `lookup_ns_after` tell.
+    """
+    repeats = 1 if quick else 5
+    before = report.Yardsticks.measure(repeats)
+    header = report.facts("bench_control_plane", before)
     rows: list[report.Row] = []
     for shape in shapes:
-        context = Context(shape=shape, quick=quick, yardsticks=yardsticks)
         for name in names:
             start = time.perf_counter()
-            rows += CASES[name](context)
-            print(f"{shape} {name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+            found = CASES[name](Context(shape=shape, quick=quick, yardsticks=before))
+            after = report.Yardsticks.measure(repeats)
+            lookups = {"lookup_ns_before": before.lookup_ns, "lookup_ns_after": after.lookup_ns}
+            rows += [replace(row, detail=row.detail | lookups) for row in found]
+            print(f"{shape} {name}: {time.perf_counter() - start:.1f} s, lookups {before.lookup_ns:.1f} ns before, "
+                  f"{after.lookup_ns:.1f} ns after", file=sys.stderr, flush=True)
+            before = after
     return header, rows
 
 

@@ -63,32 +63,44 @@ def p90(values: Sequence[float]) -> float:
     return sorted(values)[int(0.9 * (len(values) - 1))]
 
 
+class Collections:
+    """What the garbage collector takes while this is entered."""
+
+    def __init__(self) -> None:
+        self.total_s = self.longest_s = self._began_s = 0.0
+
+    def __enter__(self) -> Collections:
+        gc.callbacks.append(self._on_collection)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began_s = now
+        else:
+            self.total_s += now - self._began_s
+            self.longest_s = max(self.longest_s, now - self._began_s)
+
+
 class Stopwatch:
     """Named lists of milliseconds, and how much of them the garbage collector took."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = {}
         self.collector_ms: dict[str, list[float]] = {}
-        self._collecting_s = self._collection_began_s = 0.0
 
     def time(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls, and notes the time under `name`; once per repeat for each name."""
-        self._collecting_s = 0.0
-        gc.callbacks.append(self._on_collection)
-        start = time.perf_counter()
-        result = call(*args, **kwargs)
-        seconds = time.perf_counter() - start
-        gc.callbacks.remove(self._on_collection)
+        with Collections() as collections:
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            seconds = time.perf_counter() - start
         self.ms.setdefault(name, []).append(seconds * 1e3)
-        self.collector_ms.setdefault(name, []).append(self._collecting_s * 1e3)
+        self.collector_ms.setdefault(name, []).append(collections.total_s * 1e3)
         return result
-
-    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._collection_began_s = now
-        else:
-            self._collecting_s += now - self._collection_began_s
 
     def row(self, context: Context, case: str, names: Sequence[str], bar: float | None = None, **detail: Any) -> Row:
         """The sum of the named parts of each repeat."""

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.control_plane.context import Context, K, p90, size
+from benchmarks.control_plane.context import Collections, Context, K, p90, size
 from benchmarks.control_plane.rig import BLOCK, MAX_MODEL_LEN, PHASES, Load, Rig, difference
 from benchmarks.report import Row
 
@@ -41,12 +41,13 @@ def _steady(context: Context, name: str, load: Load, *, bar: float | None = None
     rig = Rig(context.layout, load)
     before = rig.manager.stats()
     runs, phases = [], []
-    for _ in range(repeats):
-        times = []
-        for _ in range(steps):
-            times.append(rig.step() * 1e3)
-            phases.append(rig.phases_s)
-        runs.append(times)
+    with Collections() as collections:
+        for _ in range(repeats):
+            times = []
+            for _ in range(steps):
+                times.append(rig.step() * 1e3)
+                phases.append(rig.phases_s)
+            runs.append(times)
     changes = difference(rig.manager.stats(), before)
     num_steps = repeats * steps
     _check_steady(rig, changes, num_steps)
@@ -55,7 +56,8 @@ def _steady(context: Context, name: str, load: Load, *, bar: float | None = None
     every = [value for times in runs for value in times]
     detail: dict[str, Any] = {f"{phase}_us": statistics.median(parts[phase] for parts in phases) * 1e6 for phase in PHASES}
     detail |= {f"{counter}_per_step": count / num_steps for counter, count in changes.items() if count}
-    detail |= {"median_frozen_ms": statistics.median(frozen), "max_frozen_ms": max(frozen), "steps": num_steps}
+    detail |= {"median_frozen_ms": statistics.median(frozen), "max_frozen_ms": max(frozen),
+               "longest_collection_ms": collections.longest_s * 1e3, "steps": num_steps}
     name = f"{name} {load.num_requests}x{size(load.num_tokens)}"
     return [context.row(name, statistics.median(every), "ms", bar=bar, best=min(map(statistics.median, runs)),
                         p90=p90(every), max=max(every), detail=detail)]
@@ -136,14 +138,15 @@ def all_seal(context: Context) -> list[Row]:
 
 
 def growth(context: Context) -> list[Row]:
-    """Cost per changed page over the number of requests, and over their length."""
+    """Cost per changed page over the number of requests, and over their length. Hot regions of a fixed size: they would
+    grow in the steps in which no page changes."""
     if context.quick:
         points = [(256, 8 * K), (512, 8 * K)]
     else:
         points = [(64, 8 * K), (256, 8 * K), (1024, 8 * K), (4096, 8 * K), (64, 128 * K), (64, MAX_MODEL_LEN - 16 * K)]
     rows = []
     for num_requests, num_tokens in points:
-        load = context.load(num_requests, num_tokens, staggered=False, steps=BLOCK * 6)
+        load = context.load(num_requests, num_tokens, staggered=False, elastic=False, steps=BLOCK * 6)
         rig = Rig(context.layout, load)
         cycles = _cycles(rig, 2 if context.quick else 3)
         rig.manager.check()
