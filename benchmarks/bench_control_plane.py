@@ -40,8 +40,8 @@ CASES: dict[str, Callable[[Context], list[report.Row]]] = {
 def measure(shapes: Sequence[str], names: Sequence[str], *, quick: bool) -> tuple[dict[str, object], list[report.Row]]:
     """Facts of the run, and the rows of the named cases on each shape.
 
-    The yardsticks are measured anew before and after every case, for others may use the machine: a row's
-    `lookup_ns_before`, which its yardstick is made of, and `lookup_ns_after` tell.
+    The yardsticks are measured anew before and after every case, for others may use the machine; a row is compared with
+    the one before.
     """
     repeats = 1 if quick else 5
     before = report.Yardsticks.measure(repeats)
@@ -51,11 +51,13 @@ def measure(shapes: Sequence[str], names: Sequence[str], *, quick: bool) -> tupl
         for name in names:
             start = time.perf_counter()
             found = CASES[name](Context(shape=shape, quick=quick, yardsticks=before))
-            after = report.Yardsticks.measure(repeats)
-            lookups = {"lookup_ns_before": before.lookup_ns, "lookup_ns_after": after.lookup_ns}
-            rows += [replace(row, detail=row.detail | lookups) for row in found]
-            print(f"{shape} {name}: {time.perf_counter() - start:.1f} s, lookups {before.lookup_ns:.1f} ns before, "
-                  f"{after.lookup_ns:.1f} ns after", file=sys.stderr, flush=True)
+            after = before if quick else report.Yardsticks.measure(repeats)
+            around = {"lookup_ns_before": before.lookup_ns, "lookup_ns_after": after.lookup_ns,
+                      "cold_lookup_ns_before": before.cold_lookup_ns, "cold_lookup_ns_after": after.cold_lookup_ns}
+            rows += [replace(row, around=around) for row in found]
+            print(f"{shape} {name}: {time.perf_counter() - start:.1f} s; ns per lookup {before.lookup_ns:.1f} before, "
+                  f"{after.lookup_ns:.1f} after; cold {before.cold_lookup_ns:.1f}, {after.cold_lookup_ns:.1f}",
+                  file=sys.stderr, flush=True)
             before = after
     return header, rows
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -24,18 +25,23 @@ class Yardsticks:
     """What this machine does in this run, so that results of different machines can be compared."""
 
     lookup_ns: float
-    """One dictionary lookup in a plain Python loop."""
+    """One dictionary lookup in a plain Python loop, of keys that the processor's cache holds."""
+    cold_lookup_ns: float
+    """The same of keys all over the memory: rises when others use up the shared cache or the memory's bandwidth."""
     sha256_bytes_per_s: float
 
     @classmethod
     def measure(cls, repeats: int = 5) -> Yardsticks:
-        """Medians of `repeats`: 1,000,000 lookups among 1,024 keys, and SHA-256 over 32 MiB."""
-        table = {key: key for key in range(1024)}
-        keys = list(range(1024)) * 977
+        """Medians of `repeats`: 1,000,000 lookups among 1,024 keys; 262,144 among as many, shuffled; SHA-256 over 32 MiB."""
+        table, cold = {key: key for key in range(1024)}, {key: key for key in range(1 << 18)}
+        keys, cold_keys = list(range(1024)) * 977, list(cold)
+        random.Random(0).shuffle(cold_keys)
         data = bytes(32 << 20)
         lookup_s = statistics.median(_time_lookups(table, keys) for _ in range(repeats))
+        cold_s = statistics.median(_time_lookups(cold, cold_keys) for _ in range(repeats))
         hash_s = statistics.median(_time_hash(data) for _ in range(repeats))
-        return cls(lookup_ns=lookup_s / len(keys) * 1e9, sha256_bytes_per_s=len(data) / hash_s)
+        return cls(lookup_ns=lookup_s / len(keys) * 1e9, cold_lookup_ns=cold_s / len(cold_keys) * 1e9,
+                   sha256_bytes_per_s=len(data) / hash_s)
 
 
 def _time_lookups(table: dict[int, int], keys: list[int]) -> float:
@@ -59,6 +65,7 @@ class Row:
         bar: the number to reach, or None. more_is_better: the bar is a least value, not a greatest one.
         yardstick: the ceiling or baseline of the same run in the unit of `value`, and its name.
         best, p90, max: of the same measurement, in the same unit. detail: whatever else was seen.
+        around: the machine's yardsticks before and after.
     """
 
     case: str
@@ -71,6 +78,7 @@ class Row:
     p90: float | None = None
     max: float | None = None
     detail: dict[str, Any] = field(default_factory=dict)
+    around: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -100,7 +108,7 @@ class Row:
             "case": self.case, "value": self.value, "unit": self.unit, "bar": self.bar, "ratio_to_bar": self.ratio,
             "ok": self.ok, "ceiling": self.yardstick[0] if self.yardstick else None,
             "ceiling_name": self.yardstick[1] if self.yardstick else None, "ratio_to_ceiling": self.yardsticks,
-            "best": self.best, "p90": self.p90, "max": self.max, **self.detail,
+            "best": self.best, "p90": self.p90, "max": self.max, **self.detail, **self.around,
         }
 
 
@@ -122,10 +130,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def details(rows: Sequence[Row]) -> str:
-    """What each measurement saw besides its number, one line per row that has any."""
+    """What each measurement saw besides its number, one line per row."""
     return "\n".join(
-        f"- {row.case}: " + ", ".join(f"{name} {_number(v) if isinstance(v, (int, float)) else v}"
-                                      for name, v in row.detail.items())
+        f"- {row.case}: " + ", ".join(f"{name} {_number(value) if isinstance(value, (int, float)) else value}"
+                                      for name, value in row.detail.items())
         for row in rows if row.detail)
 
 
@@ -136,6 +144,7 @@ def facts(bench: str, yardsticks: Yardsticks) -> dict[str, Any]:
         "python": platform.python_version(), "commit": _commit(),
         "command": " ".join([Path(sys.executable).name, "-m", f"benchmarks.{bench}", *sys.argv[1:]]),
         "load_average": os.getloadavg()[0], "lookup_ns": round(yardsticks.lookup_ns, 2),
+        "cold_lookup_ns": round(yardsticks.cold_lookup_ns, 2),
         "sha256_mb_per_s": round(yardsticks.sha256_bytes_per_s / 1e6),
     }
 
