@@ -76,7 +76,7 @@ def make_manager(layout: KVCacheLayout, *, device_blocks: int, host_blocks: int,
 
 def region_blocks(layout: KVCacheLayout) -> int:
     """Device blocks of a hot region at its starting size."""
-    return len(layout.hots) * layout.hot_blocks(hot_rows(CacheConfig(), layout))
+    return sum(layout.hot_blocks(rows) for rows in hot_rows(CacheConfig(), layout))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
