@@ -47,8 +47,7 @@ class HiSparseCoordinator:
 
     def update_all_residency(self) -> None:
         """`update_residency` of every admitted request."""
-        for inc in self.core.live.values():
-            self.residency.update(inc)
+        self.residency.update_all()
 
     def require_hot(self, request_id: str) -> None:
         """Marks only; the next scheduling pass allocates the region, and pages stay pinned until then."""
@@ -62,9 +61,11 @@ class HiSparseCoordinator:
         live, size = self.core.live, self.core.block_size
         for request_id, first, num_tokens in scheduled:
             inc = live[request_id]
-            rows = min(max(inc.valid, first + num_tokens), inc.identity.keys.num_tokens)
-            if rows // size > inc.spill_target:
-                self.spills.sealed(inc, rows // size)
+            end = first + num_tokens
+            if end < (inc.spill_target + 1) * size and inc.valid <= end:
+                continue
+            rows = min(max(inc.valid, end), inc.identity.keys.num_tokens)
+            self.spills.sealed(inc, rows // size)
         self.spills.plan()
 
     def build_row_mirrors(self, scheduled: Scheduled) -> tuple[MirrorSpan, ...]:

@@ -7,7 +7,6 @@ from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import DURABLE, PageEvent
-from hisparse.cache.spills import TransferKind
 from hisparse.types import PageCopy
 
 
@@ -85,6 +84,5 @@ class Fork:
         if host_pair is not None:
             core.source.pool.touch(host_pair)
         spills = self.coordinator.spills
-        transfer = spills.issue(TransferKind.PAGE_COPY, child, page, host_blocks=host_pair or (),
-                                device_blocks=device_blocks, num_workers=spills.num_ranks)
+        transfer = spills.issue_page_copy(child, page, host_blocks=host_pair or (), device_blocks=device_blocks)
         self.coordinator.add_page_copy(PageCopy(id=transfer.id, device_pairs=pairs, host_pair=host_pair, num_rows=rows))

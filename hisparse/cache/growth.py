@@ -71,4 +71,5 @@ class Growth:
         core.append_pages(inc, PageEvent.ALLOC, indexer=indexer, host=host)
         for page, blocks in enumerate(resident, first):
             self.residency.new(inc, page, blocks)
+        self.residency.unpin_clean(inc)  # the tail moved on
         core.update_reservation(inc)

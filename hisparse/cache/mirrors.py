@@ -25,7 +25,9 @@ def build_spans(core: CacheCore, scheduled: Sequence[tuple[str, int, int]]) -> t
     live, size, out = core.live, core.block_size, []
     for request_id, first, num_tokens in scheduled:
         inc = live[request_id]
-        start, end = max(inc.valid, inc.settled), first + num_tokens
+        start, end = inc.settled, first + num_tokens
+        if start < inc.valid:
+            start = inc.valid
         if start >= end:
             continue
         if end - start > 1:

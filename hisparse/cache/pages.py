@@ -23,16 +23,19 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------- pressure
     def update(self, inc: Incarnation) -> None:
-        """Unpins clean pages of a hot request, or requires hot of one that is not while free blocks are short.
-
-        A page of a hot request goes loose as soon as it is clean, so there is work only after a region was handed out
-        or the tail moved on.
-        """
+        """Unpins clean pages of a hot request, or requires hot of one that is not while free blocks are short."""
         if inc.hot:
-            if inc.clean_pinned:
-                self.unpin_clean(inc)
+            self.unpin_clean(inc)
         elif not inc.hot_required and not inc.loading and self.core.num_free < self.core.watermark_blocks:
             self.require_hot(inc)
+
+    def update_all(self) -> None:
+        """`update` of every request. A page of a hot request goes loose at once when it is clean, when the tail moves on
+        or when the region comes, so nothing is left to unpin here: it costs nothing while free blocks are plenty."""
+        if self.core.num_free < self.core.watermark_blocks:
+            for inc in self.core.live.values():
+                if not inc.hot:
+                    self.update(inc)
 
     def require_hot(self, inc: Incarnation) -> None:
         """Marks only; a scheduling pass allocates the region, and pages stay pinned until then."""
@@ -92,7 +95,8 @@ class Residency:
     def clean(self, inc: Incarnation, page: int, event: PageEvent) -> None:
         """A resident page became durable: it may be shared from now on, and goes loose at once if it may."""
         self.core.move(inc, page, event)
-        self.unpin_clean(inc)
+        if inc.hot:
+            self.unpin_clean(inc)
 
     # ------------------------------------------------------------------------------------------- reuse
     def _reused(self, resident: ResidentPage, block: int) -> None:

@@ -25,10 +25,13 @@ class Publication:
 
     def advance(self, inc: Incarnation) -> None:
         """Publishes the pages of a live request that became durable, as far as its retention keeps them."""
-        end, limit, states = inc.published, self.limit(inc), inc.states
+        first, limit, states = inc.published, self.limit(inc), inc.states
+        end = first
         while end < limit and states[end] in DURABLE:
             end += 1
-        for page in range(inc.published, self._retained(inc, end)):
+        if inc.identity.retention is not None:
+            end = self._retained(inc, end)
+        for page in range(first, end):
             self._publish(inc, page, inc.resident.get(page))
             inc.published = page + 1
 
@@ -41,8 +44,7 @@ class Publication:
         if source is None or not self.core.prefix_cache:
             return
         key = inc.identity.keys.keys[page]
-        host = inc.host[page]
-        if source.published.get(key) != host and source.published.publish(key, host):
+        if source.published.publish(key, inc.host[page]):
             self.core.counters.pages_published += 1
         if resident is not None:
             self.residency.record_copy(key, resident)

@@ -54,7 +54,11 @@ class StepPlanner:
                 inc.planned = end
             else:
                 fresh = 0
-            inc.settled = max(inc.settled, min(end, inc.identity.keys.num_tokens))
+            known = inc.identity.keys.num_tokens
+            if known > end:
+                known = end
+            if known > inc.settled:
+                inc.settled = known
             chunks.append((inc, end, fresh))
         self._in_flight[step] = chunks
         return command
@@ -84,7 +88,7 @@ class StepPlanner:
     def _advance(self, inc: Incarnation, rows: int, end: int) -> None:
         """A step of this request retired with `rows` rows in cache, of `end` planned."""
         valid = inc.valid
-        if rows < valid or rows > max(end, valid):
+        if rows < valid or (rows > end and rows > valid):
             raise InvariantError(f"request {inc.request_id!r}: {rows} rows after a step that had {valid}, planned {end}")
         if rows < end:
             uncover(self.core, inc, rows)
