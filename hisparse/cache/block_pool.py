@@ -14,6 +14,7 @@ from hisparse.layout import NULL_BLOCK
 OnReuse = Callable[[int], None]
 Accept = Callable[[int], bool]
 OnShortage = Callable[[int], None]
+_STANDING, _OWN = 1, 2
 _BULK = 64
 """From so many blocks on, numpy is faster than a loop."""
 
@@ -36,6 +37,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.on_shortage: OnShortage | None = None
         """Called with the number of missing blocks before a hand-out would fail; may free blocks, nothing else."""
+        self.standing_watcher: OnReuse | None = None
+        """Of blocks that are watched without a watcher of their own."""
         self.reset(incarnation)
 
     def reset(self, incarnation: int) -> None:
@@ -49,7 +52,10 @@ class BlockPool:
         # Readable blocks, a ring through the null block: _next[0] is handed out next, _prev[0] last. Else 0.
         self._next = array("i", bytes(4 * num_blocks))
         self._prev = array("i", bytes(4 * num_blocks))
-        self._watchers: list[OnReuse | None] = [None] * num_blocks
+        # A bytearray and a small dictionary: a list with an entry per block would be walked by every garbage collection.
+        self._watched = bytearray(num_blocks)
+        """By block: unwatched, watched by `standing_watcher`, or by its own watcher in `_own`."""
+        self._own: dict[int, OnReuse] = {}
         self.num_readable = 0
         """Free blocks that still have a watcher."""
         self._handed_out: list[int] = []
@@ -67,7 +73,7 @@ class BlockPool:
         return block != NULL_BLOCK and self._refs[block] == 0
 
     def is_watched(self, block: int) -> bool:
-        return self._watchers[block] is not None
+        return self._watched[block] != 0
 
     def num_unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` are free (a `touch` would take them out of the free list)."""
@@ -88,7 +94,7 @@ class BlockPool:
         """Free blocks not in `busy`; `readable`: whether free-but-readable ones count. O(busy)."""
         count = len(self._plain) + (self.num_readable if readable else 0)
         for block in busy:
-            if self._refs[block] == 0 and (readable or self._watchers[block] is None):
+            if self._refs[block] == 0 and (readable or not self._watched[block]):
                 count -= 1
         return count
 
@@ -148,7 +154,7 @@ class BlockPool:
         del plain[len(plain) - len(out) - len(passed) :]
         plain.extend(reversed(passed))
         for block in readable:
-            if self._watchers[block] is None:  # an earlier watcher took this one along
+            if not self._watched[block]:  # an earlier watcher took this one along
                 plain.remove(block)
                 out.append(block)
             else:
@@ -158,10 +164,10 @@ class BlockPool:
 
     def _take_readable(self, block: int) -> int:
         """Fires the watcher of a readable block (which finds it still free) and takes it off the list."""
-        watcher = self._watchers[block]
+        watcher = self._own.pop(block) if self._watched[block] == _OWN else self.standing_watcher
         assert watcher is not None
         watcher(block)
-        self._watchers[block] = None
+        self._watched[block] = 0
         before, after = self._prev[block], self._next[block]
         self._next[before], self._prev[after] = after, before
         self.num_readable -= 1
@@ -195,11 +201,11 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more reference on each block, which is referenced or readable; a watcher stays."""
-        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
+        refs, behind, ahead = self._refs, self._next, self._prev
         for block in blocks:
             count = refs[block]
             if not count:
-                if watchers[block] is None:
+                if not self._watched[block]:
                     raise InvariantError(f"{self.name} block {block} is neither referenced nor readable, or not in "
                                          f"1..{self.num_blocks - 1}: it has no content to keep")
                 before, after = ahead[block], behind[block]
@@ -212,7 +218,7 @@ class BlockPool:
 
         Readable blocks join the tail in the given order; the others are handed out next, in the given order.
         """
-        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
+        refs, watched, behind, ahead = self._refs, self._watched, self._next, self._prev
         plain: list[int] = []
         last = ahead[NULL_BLOCK]
         for block in blocks:
@@ -223,7 +229,7 @@ class BlockPool:
             if count < 0:
                 raise InvariantError(f"{self.name} block {block} was freed once more than it was referenced")
             refs[block] = 0
-            if watchers[block] is None:
+            if not watched[block]:
                 plain.append(block)
             else:
                 behind[last] = block
@@ -240,20 +246,29 @@ class BlockPool:
         self.watch(blocks, on_reuse)
         self.free(blocks)
 
-    def watch(self, blocks: Iterable[int], on_reuse: OnReuse) -> None:
-        """Leaves a watcher on referenced blocks without dropping a reference. Replaces an earlier one."""
-        refs, watchers = self._refs, self._watchers
+    def watch(self, blocks: Iterable[int], on_reuse: OnReuse | None = None) -> None:
+        """Leaves a watcher (None: the standing one) on referenced blocks without dropping a reference. Replaces an earlier
+        one."""
+        refs, watched, own = self._refs, self._watched, self._own
         for block in blocks:
             if refs[block] <= 0:
                 raise InvariantError(f"{self.name} block {block} is not referenced, so its content cannot be kept")
-            watchers[block] = on_reuse
+            if on_reuse is not None:
+                watched[block] = _OWN
+                own[block] = on_reuse
+            else:
+                if watched[block] == _OWN:
+                    del own[block]
+                watched[block] = _STANDING
 
     def unwatch(self, blocks: Iterable[int]) -> None:
         """Forgets watchers without calling them; a readable block becomes an ordinary free one, handed out next."""
-        refs, watchers, behind, ahead = self._refs, self._watchers, self._next, self._prev
+        refs, watched, behind, ahead = self._refs, self._watched, self._next, self._prev
         for block in blocks:
-            if watchers[block] is not None:
-                watchers[block] = None
+            if watched[block]:
+                if watched[block] == _OWN:
+                    del self._own[block]
+                watched[block] = 0
                 if not refs[block]:
                     before, after = ahead[block], behind[block]
                     behind[before], ahead[after] = after, before
@@ -282,7 +297,7 @@ class BlockPool:
                 raise InvariantError(f"{self.name} pool: block {block} links back to {self._prev[block]}, not {before}")
             if len(readable) >= self.num_blocks:
                 raise InvariantError(f"{self.name} pool: the list of readable blocks has a cycle")
-            if self._watchers[block] is None:
+            if not self._watched[block]:
                 raise InvariantError(f"{self.name} pool: block {block} is on the readable list without a watcher")
             readable.append(block)
             before, block = block, self._next[block]
@@ -291,12 +306,14 @@ class BlockPool:
         if len(readable) != self.num_readable:
             raise InvariantError(f"{self.name} pool: {len(readable)} readable free blocks, {self.num_readable} counted")
         for block in self._plain:
-            if self._watchers[block] is not None:
+            if self._watched[block]:
                 raise InvariantError(f"{self.name} pool: free block {block} has a watcher but is not on the readable list")
         refs = np.frombuffer(self._refs, dtype=np.int32)
         if refs[NULL_BLOCK] or (refs < 0).any():
             raise InvariantError(f"{self.name} pool: negative or null-block references")
         if sorted([*self._plain, *readable]) != (np.flatnonzero(refs[1:] == 0) + 1).tolist():
             raise InvariantError(f"{self.name} pool: the free list is not the set of unreferenced blocks")
-        if self._watchers[NULL_BLOCK] is not None:
+        if self._own.keys() != {block for block, kind in enumerate(self._watched) if kind == _OWN}:
+            raise InvariantError(f"{self.name} pool: the blocks with a watcher of their own are not those marked so")
+        if self._watched[NULL_BLOCK]:
             raise InvariantError(f"{self.name} pool: the null block has a watcher")

@@ -6,6 +6,7 @@ Device managers narrow to the device pool; the source manager has a pool of its 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 
 from hisparse.cache.block_pool import Accept, BlockPool
@@ -101,13 +102,13 @@ class HiSparseHotManager:
         self.elastic_blocks = 0
         """Blocks of all regions beyond their starting size."""
 
-    def allocate(self) -> list[list[int]] | None:
+    def allocate(self) -> list[array[int]] | None:
         """A region of the starting size, by group."""
         ids = self.pool.take(self.region_blocks)
         if ids is None:
             return None
         ends = list(itertools.accumulate(self.start_blocks))
-        return [ids[end - count : end] for end, count in zip(ends, self.start_blocks, strict=True)]
+        return [array("i", ids[end - count : end]) for end, count in zip(ends, self.start_blocks, strict=True)]
 
     def add_level(self, inc: Incarnation, blocks: Sequence[int]) -> None:
         """One level more, with a block for each of its groups."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hisparse.cache.block_pool import BlockPool
 from hisparse.errors import ConfigError, InvariantError
 
@@ -51,8 +54,9 @@ class PublishedBlocks:
         self._pool = pool
         self._index = index
         self._shift = shift
-        self._on_reuse = self._evict  # one bound method for every block
-        self._key: list[bytes | None] = [None] * pool.num_blocks
+        pool.standing_watcher = self._evict
+        # By block. A numpy array of objects is not walked by the garbage collector, and bytes cannot form a cycle.
+        self._key: npt.NDArray[np.object_] = np.full(pool.num_blocks, None, dtype=object)
         self._count = 0
         self.num_evicted = 0
 
@@ -83,7 +87,7 @@ class PublishedBlocks:
             return False
         if self._key[block] is not None:
             raise InvariantError(f"{self._pool.name} block {block} is published already, under another key")
-        self._pool.watch((block,), self._on_reuse)
+        self._pool.watch((block,))
         blocks[key] = value | block << shift
         self._key[block] = key
         self._count += 1
@@ -96,26 +100,24 @@ class PublishedBlocks:
 
     def _drop(self, block: int) -> None:
         key = self._key[block]
-        assert key is not None
         self._key[block] = None
+        self._count -= 1
         blocks = self._index.blocks
         value = blocks[key] & ~(_MASK << self._shift)
         if value:
             blocks[key] = value
         else:
             del blocks[key]
-        self._count -= 1
         self._index.version += 1
 
     def clear(self) -> None:
         """The pool is gone."""
-        for block, key in enumerate(self._key):
-            if key is not None:
-                self._drop(block)
+        for block in self.blocks():
+            self._drop(block)
 
     def check(self) -> None:
-        num_keys = self._pool.num_blocks - self._key.count(None)
         blocks = self.blocks()
+        num_keys = sum(key is not None for key in self._key)
         if not len(blocks) == num_keys == self._count:
             raise InvariantError(f"{self._pool.name} pool: {len(blocks)} published keys on {num_keys} blocks, "
                                  f"{self._count} counted")

@@ -112,7 +112,7 @@ class Incarnation:
     published: int = 0
     pending_spills: int = 0
     # ---- hot regions
-    hot: list[list[int]] = field(default_factory=list)
+    hot: list[array[int]] = field(default_factory=list)
     """Blocks by hot group, in slot order; [] = no region."""
     hot_level: int = 0
     """Times the region grew beyond its starting size and was not shrunk again."""
