@@ -187,7 +187,7 @@ class CacheCore:
         page.watched = True
         if self.clock.dispatched > self.clock.retired:
             self.clock.mark_busy(page.blocks)
-        self.pool.unpin(page.blocks, page.on_reuse)
+        self.pool.unpin(page.blocks, page)
 
     def free_host_after_steps(self, blocks: Iterable[int]) -> None:
         """Drops one reference on each host block once no dispatched step can touch it."""
@@ -293,7 +293,7 @@ def _check_incarnation(inc: Incarnation, groups: int) -> None:
             raise InvariantError(f"{who}: page {page} has {len(resident.blocks)} resident blocks for {groups} groups")
         if not resident.alive:
             raise InvariantError(f"{who}: page {page} reads blocks {resident.blocks} after their reuse")
-        if state == PageState.CLEAN_LOOSE and (resident.owners is None or (inc, page) not in resident.owners):
+        if state == PageState.CLEAN_LOOSE and (resident.owners or {}).get(inc) != page:
             raise InvariantError(f"{who}: loose page {page} is not an owner of its blocks")
         if state in PINNED and resident.pins < 1:
             raise InvariantError(f"{who}: page {page} is {PageState(state).name} without a pin on {resident.blocks}")

@@ -105,7 +105,7 @@ class Residency:
             raise InvariantError(f"device block {block} was handed out twice as part of one loose page")
         self._forget(resident)
         core = self.core
-        for inc, page in resident.owners or ():
+        for inc, page in (resident.owners or {}).items():
             core.move(inc, page, PageEvent.REUSED)
             del inc.resident[page]
             if inc.seat >= 0:
@@ -196,7 +196,7 @@ class Residency:
             resident = inc.resident.pop(page)
             if inc.states[page] == PageState.CLEAN_LOOSE:
                 assert resident.owners is not None
-                del resident.owners[inc, page]
+                del resident.owners[inc]
             else:
                 core.unpin(resident)
             self.settle(resident)
@@ -231,4 +231,4 @@ class Residency:
 def _add_owner(resident: ResidentPage, inc: Incarnation, page: int) -> None:
     if resident.owners is None:
         resident.owners = {}
-    resident.owners[inc, page] = None
+    resident.owners[inc] = page

@@ -41,11 +41,11 @@ class ResidentPage:
     Attributes:
         pins: holders (requests that list the page pinned, spills that copy it). While there is one, the page has one
             reference on each block; without, the blocks are free, and readable as long as the page is `wanted`.
-        owners: (incarnation, page) that list the blocks as a loose page, without a pin.
+        owners: incarnation -> its page, where the blocks are listed as a loose page, without a pin.
         key: set while `copies` lists this page under it. awaited: a spill of a finished request may yet make it a copy.
         copy_id: spill whose copy is in the stream (enqueued everywhere) and has not completed; 0 = none.
-        watched: the last pin went while the page was wanted: the pool calls `on_reuse` before it hands one of the blocks
-            out. alive: that did not happen yet.
+        watched: the last pin went while the page was wanted: the pool calls the page before it hands one of the blocks out.
+            alive: that did not happen yet.
     """
 
     __slots__ = ("alive", "awaited", "blocks", "copy_id", "key", "owners", "pins", "reused", "watched")
@@ -54,14 +54,14 @@ class ResidentPage:
         self.blocks = blocks
         self.reused = reused
         self.pins = 1
-        self.owners: dict[tuple[Incarnation, int], None] | None = None
+        self.owners: dict[Incarnation, int] | None = None
         self.key: bytes | None = None
         self.awaited = False
         self.copy_id = 0
         self.watched = False
         self.alive = True
 
-    def on_reuse(self, block: int) -> None:
+    def __call__(self, block: int) -> None:
         """The pool hands out one of the blocks."""
         self.reused(self, block)
 

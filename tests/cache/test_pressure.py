@@ -137,7 +137,7 @@ def test_adoption_without_a_region_pins_and_keeps_the_watermark() -> None:
     # Take the adopted pages away again and adopt them as a request without a region would.
     keys = inc.identity.keys.keys
     for page in range(2):
-        del inc.resident.pop(page).owners[inc, page]
+        del inc.resident.pop(page).owners[inc]
         core.move(inc, page, PageEvent.REUSED)
     region, inc.hot = inc.hot, []
     assert residency.adopt_page(inc, 0, residency.copies[keys[0]])
