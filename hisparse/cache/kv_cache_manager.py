@@ -94,7 +94,7 @@ class KVCacheManager:
             layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
             prefix_cache=config.prefix_cache and config.enabled, pool=pool,
             indexer=IndexerManager(layout.indexer, pool, index), residents=HiSparseResidentManager(layout.residents, pool),
-            hot=hot, source=source, tables=TableChanges(layout), index=index,
+            hot=hot, source=source, tables=TableChanges(layout, enabled=config.enabled), index=index,
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)
@@ -350,9 +350,8 @@ class KVCacheManager:
                              num_transfers=len(self.coordinator.spills.transfers) if self.coordinator else 0)
 
     def page_views(self, request_id: str) -> tuple[PageView, ...]:
-        """Where each page of a request is; empty when it holds nothing."""
-        inc = self.core.live.get(request_id)
-        return page_views(inc) if inc is not None else ()
+        """Every page of an admitted request, by table entry. O(pages held). InvariantError: it holds nothing."""
+        return page_views(self.core.incarnation(request_id))
 
     def published_host_blocks(self) -> tuple[int, ...]:
         """Host blocks that can be found by their page key, oldest first."""

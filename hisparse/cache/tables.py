@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hisparse.cache.request import Incarnation
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import CacheGroup, KVCacheLayout
 from hisparse.types import BlockTableUpdate, HotRows, SeatReset
 
 Runs = list[tuple[int, int]]
@@ -17,8 +19,10 @@ class TableChanges:
     emptied row is null everywhere.
     """
 
-    def __init__(self, layout: KVCacheLayout) -> None:
+    def __init__(self, layout: KVCacheLayout, *, enabled: bool = True) -> None:
         self._layout = layout
+        self._enabled = enabled
+        """False: there is no host page and no hot region, and no table of them is sent."""
         self._held: dict[Incarnation, Runs] = {}
         """Changes of the indexer and the source table."""
         self._resident: dict[Incarnation, Runs] = {}
@@ -29,7 +33,7 @@ class TableChanges:
         self._resets: dict[SeatReset, None] = {}
 
     def clear(self) -> None:
-        self.__init__(self._layout)  # type: ignore[misc]
+        self.__init__(self._layout, enabled=self._enabled)  # type: ignore[misc]
 
     def pages(self, inc: Incarnation, first: int, end: int) -> None:
         """Entries [first, end) of the indexer and source tables, and the length of every table."""
@@ -63,13 +67,14 @@ class TableChanges:
     def take_updates(self) -> tuple[BlockTableUpdate, ...]:
         """Empty rows first, then the changed runs of every group in order."""
         layout = self._layout
-        out = [BlockTableUpdate(group.group_id, seat, 0, (), 0) for group in layout.groups for seat in self._emptied]
+        groups: Sequence[CacheGroup] = layout.groups if self._enabled else (layout.indexer, *layout.residents)
+        out = [BlockTableUpdate(group.group_id, seat, 0, (), 0) for group in groups for seat in self._emptied]
         held = [(inc, _merged(runs, inc.num_pages)) for inc, runs in self._held.items()]
         for inc, runs in held:
             for first, end in runs:
                 out.append(BlockTableUpdate(
                     layout.indexer.group_id, inc.seat, first, tuple(inc.indexer[first:end]), inc.num_pages))
-        for inc, runs in held:
+        for inc, runs in held if self._enabled else ():
             for first, end in runs:
                 out.append(BlockTableUpdate(
                     layout.source.group_id, inc.seat, first, tuple(inc.host[first:end]), inc.num_pages))

@@ -1,6 +1,6 @@
-"""A worker of plain dictionaries: rows are values, copies finish when the test says so.
+"""A worker of plain lists: a row is a number, copies finish when the test says so.
 
-It does what the commands say and nothing else, so a wrong command shows as a wrong or missing value.
+It does what the commands say and nothing else, so a wrong command shows as a wrong or missing row.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hisparse.types import (
     TransferAck,
 )
 
-POISON = "poison"
-Row = tuple[bytes | str, int]
-"""(what the row was computed from, position)."""
+POISON = -1
+Row = int
+"""Stands for the KV of one position: differs whenever a token up to it, or an extra key, differs (`harness.next_row`)."""
 
 
 @dataclass
@@ -38,48 +38,58 @@ class Import:
     request_id: str
     target: ImportTarget
     rows: list[Row]
-    device: tuple[int, ...] = ()
+
+
+class HostMemory:
+    """Bytes and row masks of one physical host pool."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.rows = [[POISON] * block_size for _ in range(num_blocks)]
+        self.masks = [0] * num_blocks
+        self.generations: dict[int, int] = {}
 
 
 @dataclass
 class FakeWorker:
+    """One rank. A worker that is no writer maps the pool of rank 0 and never writes it."""
+
     layout: KVCacheLayout
     num_device_blocks: int
-    num_host_blocks: int
-    seats: int
+    host: HostMemory
     incarnation: int
     rank: int = 0
-    device: dict[tuple[int, int], Row | str] = field(default_factory=dict)
-    """(block, row) -> value, for resident blocks and indexer blocks alike."""
-    host: dict[tuple[int, int], Row | str] = field(default_factory=dict)
-    masks: dict[int, int] = field(default_factory=dict)
+    writer: bool = True
+    device: list[list[Row]] = field(init=False)
+    """By block, resident and indexer blocks alike."""
     tables: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(group id, seat) -> blocks."""
     hot_rows: dict[tuple[int, int], int] = field(default_factory=dict)
     slots: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """(seat, hot group) -> slot of its region -> position whose row it holds."""
+    tags: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """The same the other way round."""
     misses: int = 0
     highest_slot: int = -1
     mirrors: dict[tuple[int, int], int] = field(default_factory=dict)
+    rows_to_drop: int = 0
+    """Mirrored rows that the next appends lose: neither bytes nor mask bit."""
     copies: dict[int, Copy] = field(default_factory=dict)
     acks: list[TransferAck] = field(default_factory=list)
     after: list[SparseKVPageTransfer] = field(default_factory=list)
-    seen_generations: dict[tuple[str, int], int] = field(default_factory=dict)
+    generations: dict[int, int] = field(default_factory=dict)
     unstarted: Counter[int] = field(default_factory=Counter)
     """Device blocks named by commands received and not yet started."""
     landed: set[int] = field(default_factory=set)
     """Device blocks that outside writers filled, until the command that named them has run."""
     page_copies: list[int] = field(default_factory=list)
     """Copies done and not reported yet."""
-    commands: int = 0
 
-    @property
-    def size(self) -> int:
-        return self.layout.block_size
-
-    @property
-    def full(self) -> int:
-        return (1 << self.size) - 1
+    def __post_init__(self) -> None:
+        self.size = self.layout.block_size
+        self.full = (1 << self.size) - 1
+        self.device = [[POISON] * self.size for _ in range(self.num_device_blocks)]
+        self.resident_ids = [group.group_id for group in self.layout.residents]
+        self.hot_ids = [group.group_id for group in self.layout.hots]
 
     def table(self, group_id: int, seat: int) -> list[int]:
         return self.tables.setdefault((group_id, seat), [])
@@ -87,62 +97,66 @@ class FakeWorker:
     # ------------------------------------------------------------------------------------------- a step
     def receive(self, command: SparseKVOffloadCommand) -> None:
         """What the worker's thread does when the command arrives, while earlier steps may still run on the device."""
-        self.commands += 1
         self.unstarted.update(command.new_device_blocks.ids)
-        for pool, new in (("device", command.new_device_blocks), ("host", command.new_host_blocks)):
+        pools = [(self.generations, command.new_device_blocks)]
+        if self.writer:
+            pools.append((self.host.generations, command.new_host_blocks))
+        for seen, new in pools:
             assert len(set(new.ids)) == len(new.ids) == len(new.generations)
             for block, generation in zip(new.ids, new.generations, strict=True):
                 assert block != 0
-                old = self.seen_generations.get((pool, block))
-                assert old is None or generation > old, f"{pool} block {block} went from {old} to {generation}"
-                self.seen_generations[pool, block] = generation
-        for block in command.new_host_blocks.ids:
-            self.masks[block] = 0
-            assert not any(copy.transfer.host_block == block for copy in self.copies.values())
+                old = seen.get(block)
+                assert old is None or generation > old, f"block {block} went from generation {old} to {generation}"
+                seen[block] = generation
+        if self.writer:
+            for block in command.new_host_blocks.ids:
+                self.host.masks[block] = 0
+                assert not any(copy.transfer.host_block == block for copy in self.copies.values()), (
+                    f"host block {block} handed out under a copy")
 
     def start(self, command: SparseKVOffloadCommand) -> None:
         """In stream order, before the step's first kernel."""
         fences = {(fence.block, fence.transfer_id) for fence in command.fences}
         self.unstarted.subtract(command.new_device_blocks.ids)
         for block in command.new_device_blocks.ids:
-            for copy in list(self.copies.values()):
-                if block in copy.transfer.device_blocks and not copy.read:
+            for copy in self.copies.values():
+                if not copy.read and block in copy.transfer.device_blocks:
                     assert (block, copy.transfer.id) in fences, f"block {block} handed out under copy {copy.transfer.id}"
                     self.read(copy)  # the compute stream waited for this copy
             if block in self.landed:  # bytes of an import came before this step ran
                 if not self.unstarted[block]:
                     self.landed.discard(block)
                 continue
-            for row in range(self.size):
-                self.device[block, row] = POISON
+            self.device[block] = [POISON] * self.size
         for update in command.table_updates:
             table = self.table(update.group_id, update.seat)
             end = update.first_page + len(update.ids)
             table += [0] * (max(end, update.num_pages) - len(table))  # entries never named are null
             table[update.first_page : end] = update.ids
-            table[update.num_pages :] = [0] * max(0, len(table) - update.num_pages)
+            table += [0] * (update.num_pages - len(table))
             del table[update.num_pages :]
         for hot in command.hot_rows:
             self.hot_rows[hot.seat, hot.hot_group] = hot.rows
         for reset in command.seat_resets:
-            for (seat, group), slots in self.slots.items():
-                if seat == reset.seat and reset.hot_group in (-1, group):
+            for key, slots in self.slots.items():
+                if key[0] == reset.seat and reset.hot_group in (-1, key[1]):
                     for slot, position in list(slots.items()):
                         if 0 <= reset.from_slot <= slot or 0 <= reset.from_position <= position:
-                            del slots[slot]
-        for (seat, group), slots in self.slots.items():
-            assert all(slot < self.hot_rows.get((seat, group), 0) for slot in slots), "a slot beyond the region is in use"
-        for copy in command.page_copies:
-            for source, destination in copy.device_pairs:
-                for row in range(copy.num_rows):
-                    self.device[destination, row] = self.device[source, row]
-            if copy.host_pair is not None:
-                source, destination = copy.host_pair
-                for row in range(copy.num_rows):
-                    if self.masks.get(source, 0) >> row & 1:
-                        self.host[destination, row] = self.host[source, row]
-                        self.masks[destination] |= 1 << row
-            self.page_copies.append(copy.id)
+                            del slots[slot], self.tags[key][position]
+        for key, slots in self.slots.items():
+            assert all(slot < self.hot_rows.get(key, 0) for slot in slots), "a slot beyond the region is in use"
+        for page_copy in command.page_copies:
+            rows = page_copy.num_rows
+            for source, destination in page_copy.device_pairs:
+                self.device[destination][:rows] = self.device[source][:rows]
+            if page_copy.host_pair is not None and self.writer:
+                source, destination = page_copy.host_pair
+                kept = self.host.masks[source] & ((1 << rows) - 1)
+                for row in range(rows):
+                    if kept >> row & 1:
+                        self.host.rows[destination][row] = self.host.rows[source][row]
+                self.host.masks[destination] |= kept
+            self.page_copies.append(page_copy.id)
         self.mirrors = {
             (span.seat, span.first_page + i): block
             for span in command.mirrors for i, block in enumerate(span.host_blocks) if block >= 0
@@ -157,32 +171,39 @@ class FakeWorker:
         for position, row in enumerate(rows, first):
             page, offset = divmod(position, self.size)
             indexer = self.table(self.layout.indexer.group_id, seat)[page]
-            assert indexer
-            self.device[indexer, offset] = row
-            for group in self.layout.residents:
-                block = self.table(group.group_id, seat)[page]
+            assert indexer, f"row {position} of seat {seat} has no indexer block"
+            self.device[indexer][offset] = row
+            for group_id in self.resident_ids:
+                block = self.table(group_id, seat)[page]
                 assert block, f"row {position} of seat {seat} has no resident block"
-                self.device[block, offset] = row
+                self.device[block][offset] = row
             host = self.mirrors.get((seat, page))
             if host is not None:
                 assert host == self.table(self.layout.source.group_id, seat)[page]
-                self.host[host, offset] = row
-                self.masks[host] |= 1 << offset
+                if self.writer:
+                    if self.rows_to_drop:
+                        self.rows_to_drop -= 1
+                        continue
+                    self.host.rows[host][offset] = row
+                    self.host.masks[host] |= 1 << offset
 
     def reject(self, seat: int, num_rows: int, end: int) -> None:
         """Draft rows [num_rows, end) do not count: their mask bits go."""
         for position in range(num_rows, end):
             page, offset = divmod(position, self.size)
             host = self.mirrors.get((seat, page))
-            if host is not None:
-                self.masks[host] &= ~(1 << offset)
+            if host is not None and self.writer:
+                self.host.masks[host] &= ~(1 << offset)
 
     def end(self) -> None:
         for spill in self.after:
             self.enqueue(spill)
         self.after = []
 
+    # ------------------------------------------------------------------------------------------- copies
     def enqueue(self, transfer: SparseKVPageTransfer) -> None:
+        if not self.writer:
+            return
         assert transfer.id not in self.copies
         self.copies[transfer.id] = Copy(transfer)
         self.acks.append(self.ack(transfer.id, AckKind.ENQUEUED))
@@ -191,21 +212,21 @@ class FakeWorker:
         """The bytes leave the device blocks."""
         transfer = copy.transfer
         if transfer.copy_bytes:
-            for row in range(self.size):
-                values = {self.device.get((block, row)) for block in transfer.device_blocks}
-                assert len(values) == 1
-                self.host[transfer.host_block, row] = values.pop() or POISON
-            self.masks[transfer.host_block] = self.full
+            rows = self.device[transfer.device_blocks[0]]
+            for block in transfer.device_blocks:
+                assert self.device[block] == rows, f"transfer {transfer.id}: its groups hold different rows"
+            self.host.rows[transfer.host_block] = list(rows)
+            self.host.masks[transfer.host_block] = self.full
         copy.read = True
 
-    def complete(self, transfer_id: int, *, fail: bool = False) -> None:
+    def complete(self, transfer_id: int, *, fail: bool = False, mask_only: bool = False) -> None:
+        """A copy's event is reached. An incomplete row mask is reported as a failure, or (mask_only) just as it is."""
         copy = self.copies.pop(transfer_id)
         if not copy.read:
             self.read(copy)
-        if fail:
-            self.acks.append(self.ack(transfer_id, AckKind.FAILED))
-        else:
-            self.acks.append(self.ack(transfer_id, AckKind.COMPLETED, self.masks[copy.transfer.host_block]))
+        mask = self.host.masks[copy.transfer.host_block]
+        failed = fail or (mask != self.full and not mask_only)
+        self.acks.append(self.ack(transfer_id, AckKind.FAILED if failed else AckKind.COMPLETED, mask))
 
     def complete_all(self, rng: random.Random | None = None) -> None:
         self.report_page_copies()
@@ -226,64 +247,84 @@ class FakeWorker:
         acks, self.acks = tuple(self.acks), []
         return HiSparseWorkerOutput(rank=self.rank, incarnation=self.incarnation, acks=acks)
 
-    # ------------------------------------------------------------------------------------------- imports
-    def outside_write(self, blocks: tuple[int, ...]) -> None:
-        self.landed.update(block for block in blocks if self.unstarted[block] > 0)
+    # ------------------------------------------------------------------------------------------- imports and loads
+    def outside_write(self, block: int, rows: list[Row], first: int = 0) -> None:
+        """Not ordered with the compute stream."""
+        if self.unstarted[block] > 0:
+            self.landed.add(block)
+        self.device[block][first : first + len(rows)] = rows
 
-    def land(self, load: Import) -> None:
-        """Every byte of an import arrives: indexer and resident blocks, and host pages for a HOST landing."""
-        pages = load.target.pages
-        self.outside_write(pages.indexer_blocks)
-        for blocks in pages.resident_blocks:
-            self.outside_write(blocks)
-        for position, row in enumerate(load.rows):
-            page, offset = divmod(position, self.size)
-            if not pages.first_page <= page or position >= pages.num_tokens:
-                continue
-            i = page - pages.first_page
-            self.device[pages.indexer_blocks[i], offset] = row
+    def land(self, load: Import, num_rows: int | None = None) -> None:
+        """The first `num_rows` rows (default: all) arrive: indexer and resident blocks, host pages for a HOST landing."""
+        pages, size = load.target.pages, self.size
+        rows = load.rows[:num_rows]
+        for i in range(pages.num_pages):
+            first = (pages.first_page + i) * size
+            part = rows[first : min(first + size, pages.num_tokens)]
+            if not part:
+                break
+            self.outside_write(pages.indexer_blocks[i], part)
             for blocks in pages.resident_blocks:
                 if blocks[i]:
-                    self.device[blocks[i], offset] = row
-            if load.target.landing is Landing.HOST:
-                self.host[pages.host_blocks[i], offset] = row
-                self.masks[pages.host_blocks[i]] = self.masks.get(pages.host_blocks[i], 0) | 1 << offset
+                    self.outside_write(blocks[i], part)
+            if load.target.landing is Landing.HOST and self.writer:
+                self.host.rows[pages.host_blocks[i]][: len(part)] = part
+                self.host.masks[pages.host_blocks[i]] |= (1 << len(part)) - 1
 
     # ------------------------------------------------------------------------------------------- what attention sees
-    def resolve(self, seat: int, position: int) -> tuple[str, Row | str]:
-        """(tier, value) of one selected position: resident page, else hot region or host."""
-        page, offset = divmod(position, self.size)
-        blocks = [self.table(group.group_id, seat)[page] for group in self.layout.residents]
-        if all(blocks):
-            values = {self.device[block, offset] for block in blocks}
-            assert len(values) == 1, f"groups disagree at position {position}: {values}"
-            return "resident", values.pop()
-        assert not any(blocks), f"page {page} of seat {seat} is resident in some groups only: {blocks}"
-        host = self.table(self.layout.source.group_id, seat)[page]
-        assert host
-        assert self.masks.get(host, 0) >> offset & 1, f"row {position} of seat {seat} is not on its host page {host}"
-        for group in range(len(self.layout.hots)):
-            self.through_hot(seat, group, position, self.host[host, offset])
-        return "host", self.host[host, offset]
+    def check_rows(self, seat: int, rows: list[Row], who: str) -> list[str]:
+        """Every selectable position and every indexer row of a seat. Returns the tier of each page."""
+        size, tiers = self.size, []
+        indexer = self.table(self.layout.indexer.group_id, seat)
+        tables = [self.table(group_id, seat) for group_id in self.resident_ids]
+        source = self.table(self.layout.source.group_id, seat)
+        for first in range(0, len(rows), size):
+            page = first // size
+            want = rows[first : first + size]
+            num = len(want)
+            got = self.device[indexer[page]][:num]
+            assert got == want, f"{who} page {page}: indexer block {indexer[page]} holds {show(got)}, not {show(want)}"
+            blocks = [table[page] for table in tables]
+            if all(blocks):
+                for block in blocks:
+                    got = self.device[block][:num]
+                    assert got == want, f"{who} page {page}: resident block {block} holds {show(got)}, not {show(want)}"
+                tiers.append("resident")
+                continue
+            assert not any(blocks), f"{who} page {page} is resident in some groups only: {blocks}"
+            host = source[page]
+            assert host, f"{who} page {page} is nowhere"
+            missing = ((1 << num) - 1) & ~self.host.masks[host]
+            assert not missing, f"{who} page {page}: host block {host} lacks rows {missing:b}"
+            got = self.host.rows[host][:num]
+            assert got == want, f"{who} page {page}: host block {host} holds {show(got)}, not {show(want)}"
+            for group in range(len(self.hot_ids)):
+                for position, row in enumerate(want, first):
+                    self.through_hot(seat, group, position, row)
+            tiers.append("host")
+        return tiers
 
-    def through_hot(self, seat: int, group: int, position: int, value: Row | str) -> None:
+    def through_hot(self, seat: int, group: int, position: int, row: Row) -> None:
         """A hot row must be the host's; a miss is copied to an empty slot, the last one first, or over an old one."""
-        rows = self.hot_rows.get((seat, group), 0)
+        key = (seat, group)
+        rows = self.hot_rows.get(key, 0)
         assert rows > 0, f"seat {seat} needs host rows and has no hot region"
-        held = self.table(self.layout.hots[group].group_id, seat)
+        held = self.table(self.hot_ids[group], seat)
         assert len(held) * self.size == rows and all(held), f"region of {rows} rows in blocks {held}"
-        slots = self.slots.setdefault((seat, group), {})
-        slot = next((slot for slot, tag in slots.items() if tag == position), None)
-        if slot is None:
+        slots, tags = self.slots.setdefault(key, {}), self.tags.setdefault(key, {})
+        slot = tags.get(position, -1)
+        if slot < 0:
             self.misses += 1
-            empty = [slot for slot in range(rows) if slot not in slots]
-            slot = empty[-1] if empty else self.misses % rows
-            slots[slot] = position
+            slot = next((s for s in range(rows - 1, -1, -1) if s not in slots), self.misses % rows)
+            if slot in slots:
+                del tags[slots[slot]]
+            slots[slot], tags[position] = position, slot
             self.highest_slot = max(self.highest_slot, slot)
-            self.device[held[slot // self.size], slot % self.size] = value
-        got = self.device[held[slot // self.size], slot % self.size]
-        assert got == value, f"hot slot {slot} of seat {seat} has {got} for position {position}"
+            self.device[held[slot // self.size]][slot % self.size] = row
+        got = self.device[held[slot // self.size]][slot % self.size]
+        assert got == row, f"hot slot {slot} of seat {seat} has {show([got])} for position {position}"
 
-    def indexer_row(self, seat: int, position: int) -> Row | str:
-        page, offset = divmod(position, self.size)
-        return self.device[self.table(self.layout.indexer.group_id, seat)[page], offset]
+
+def show(rows: list[Row]) -> str:
+    """Rows as the positions they were computed for; `!` = poison. The rest of a row's number is in brackets."""
+    return " ".join("!" if row == POISON else f"{row & 0xFFFFF}[{row >> 20 & 0xFFFF:04x}]" for row in rows)

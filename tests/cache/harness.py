@@ -3,23 +3,75 @@
 from __future__ import annotations
 
 import random
+import re
+import zlib
 from dataclasses import dataclass, field
 
-from hisparse.cache.kv_cache_manager import Admission, KVCacheManager
+from hisparse.cache.kv_cache_manager import Admission, CacheStats, Fit, KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
-from hisparse.config import CacheConfig
+from hisparse.config import CacheConfig, hot_rows
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
-from hisparse.types import Landing, SparseKVOffloadCommand
-from tests.cache.fake_worker import FakeWorker, Import, Row
+from hisparse.types import HiSparseWorkerOutput, Landing, SparseKVOffloadCommand
+from tests.cache.fake_worker import FakeWorker, HostMemory, Import, Row
 
 
-def small_layout(block_size: int = 4, groups: int = 2, top_k: int = 4) -> KVCacheLayout:
+def small_layout(block_size: int = 4, groups: int = 2, top_k: int = 4, dtype: str = "float32") -> KVCacheLayout:
     """`groups` resident groups of two layers each."""
     shape = ModelShape(
         model_type="glm_moe_dsa", num_layers=2 * groups, num_heads=2, kv_lora_rank=12, rope_dim=4, index_head_dim=8,
         top_k=top_k, max_positions=1 << 20, vocab_size=512,
         index_groups=tuple(IndexGroup(leader=2 * g, layers=(2 * g, 2 * g + 1)) for g in range(groups)))
-    return KVCacheLayout.build(shape, block_size=block_size, num_groups=groups)
+    return KVCacheLayout.build(shape, block_size=block_size, num_groups=groups, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------ insides
+# Everything these tests know about how the cache stores its state, beyond the facade: adapt it here.
+
+
+def watermark_blocks(manager: KVCacheManager) -> int:
+    """Free blocks below which requests must go hot, from the configuration alone."""
+    return max(region_blocks(manager), int(manager.config.device_blocks * manager.config.watermark))
+
+
+def region_blocks(manager: KVCacheManager) -> int:
+    """Blocks of one hot region at its starting size, over all groups; from the configuration alone."""
+    rows = hot_rows(manager.config, manager.layout)
+    by_group = rows if isinstance(rows, tuple) else (rows,) * len(manager.layout.hots)
+    return sum(-(-rows // manager.layout.block_size) for rows in by_group)
+
+
+def is_host_backed(manager: KVCacheManager, request_id: str) -> bool:
+    """Holds a hot region, or is required to take one."""
+    return manager.core.live[request_id].host_backed
+
+
+def hot_region(manager: KVCacheManager, request_id: str) -> list[list[int]]:
+    """Blocks of a request's hot region by group, in slot order; [] = none."""
+    return manager.core.live[request_id].hot
+
+
+def page_keys(manager: KVCacheManager, request_id: str) -> list[bytes]:
+    return list(manager._identities[request_id].keys.keys)
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def next_row(previous: Row, token: int) -> Row:
+    """The row of the position after `previous`. It depends on every token so far; its low bits are its position."""
+    return (hash((previous, token)) & 0xFFFFFFFFFFFF) << 20 | (previous + 1) & 0xFFFFF
+
+
+def needs(fit: Fit) -> dict[str, int]:
+    """Blocks of each pool that the answer says an admission takes."""
+    return {pool: int(need) for pool, need in re.findall(r"(device|host): needs (\d+) of", fit.reason)}
+
+
+def available(stats: CacheStats, pool: str) -> int:
+    """Free blocks not promised to others."""
+    if pool == "host":
+        return stats.host_blocks_free - stats.host_blocks_reserved
+    return stats.device_blocks_free + stats.hot_blocks_elastic - stats.device_blocks_reserved
 
 
 class Store:
@@ -27,7 +79,7 @@ class Store:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self.capacity = capacity
-        self.pages: dict[bytes, list[Row | str]] = {}
+        self.pages: dict[bytes, list[Row]] = {}
         self.stores: list[tuple[bytes, int]] = []
 
     def hit(self, keys: list[bytes], first_page: int) -> int:
@@ -42,6 +94,14 @@ class Store:
         self.stores.append((key, device_block))
         return True
 
+    def finish(self, h: Harness, index: int = 0) -> None:
+        """One planned store is done on every rank."""
+        key, block = self.stores.pop(index)
+        for worker in h.workers:
+            assert worker.device[block] == h.worker.device[block], f"ranks hold different rows in indexer block {block}"
+        self.pages[key] = list(h.worker.device[block])
+        h.manager.unpin_indexer([block])
+
 
 @dataclass
 class Req:
@@ -54,29 +114,47 @@ class Req:
     computed: int = 0
     seat: int = -1
     preemptions: int = 0
+    _rows: list[Row] = field(default_factory=list)
 
-    def row(self, position: int) -> Row:
-        """KV depends on every token up to the position, and on the extra keys."""
-        return (repr((self.tokens[: position + 1], self.extra)), position)
+    def rows(self, num_tokens: int | None = None) -> list[Row]:
+        """KV of the first positions (default: of every token), which depends on the extra keys too."""
+        rows = self._rows
+        if len(rows) < len(self.tokens):
+            row = rows[-1] if rows else zlib.crc32(repr(self.extra).encode()) << 20 | 0xFFFFF
+            for token in self.tokens[len(rows) :]:
+                row = next_row(row, token)
+                rows.append(row)
+        return rows[: len(self.tokens) if num_tokens is None else num_tokens]
+
+    def draft_rows(self, drafts: list[int]) -> list[Row]:
+        """Every row if these tokens followed."""
+        rows = self.rows()
+        for token in drafts:
+            rows.append(next_row(rows[-1], token))
+        return rows
 
 
 class Harness:
-    """Drives one manager. `step()` is one pass of a scheduler like the engine's; tests may also call its parts."""
+    """Drives one manager and its workers. `step()` is one pass of a scheduler like the engine's; tests may also call
+    its parts. `private`: every rank has a host pool of its own, else rank 0 writes one for all."""
 
     def __init__(self, *, device_blocks: int = 64, host_blocks: int = 64, max_model_len: int = 64, seats: int = 4,
                  chunk: int = 8, groups: int = 2, block_size: int = 4, seed: int = 0, hot_rows: int = 8,
-                 store: Store | None = None, clock: list[float] | None = None, **config: object) -> None:
+                 store: Store | None = None, clock: list[float] | None = None, num_ranks: int = 1, private: bool = False,
+                 **config: object) -> None:
         self.layout = small_layout(block_size, groups)
         self.chunk = chunk
         self.rng = random.Random(seed)
         self.clock = clock or [0.0]
         self.store = store
+        self.num_ranks, self.private, self.host_blocks = num_ranks, private, host_blocks
         self.config = CacheConfig(block_size=block_size, device_blocks=device_blocks, hot_rows=hot_rows,
                                   **{"hot_rows_max": hot_rows, **config})  # type: ignore[arg-type]
         self.manager = KVCacheManager(
             self.layout, self.config, num_host_blocks=host_blocks, max_model_len=max_model_len, max_seats=seats,
-            max_query_tokens=chunk, num_ranks=1, incarnation=1000, clock=lambda: self.clock[0], indexer_offload=store)
-        self.worker = FakeWorker(self.layout, device_blocks, host_blocks, seats, 1000)
+            max_query_tokens=chunk, num_ranks=num_ranks, num_host_writers=num_ranks if private else 1, incarnation=1000,
+            clock=lambda: self.clock[0], indexer_offload=store)
+        self.workers = self.new_workers(1000)
         self.reqs: dict[str, Req] = {}
         self.imports: dict[str, Import] = {}
         self.loads: dict[str, tuple[tuple[bytes, ...], tuple[int, ...]]] = {}
@@ -86,6 +164,23 @@ class Harness:
         self.complete_each_step = True
         self.last: SparseKVOffloadCommand | None = None
         self.finished: dict[str, list[int]] = {}
+
+    def new_workers(self, incarnation: int, hosts: list[HostMemory] | None = None) -> list[FakeWorker]:
+        """One per rank, with empty device memory, on the host memory given or on new one."""
+        if hosts is None:
+            hosts = [HostMemory(self.host_blocks, self.layout.block_size)
+                     for _ in range(self.num_ranks if self.private else 1)]
+        return [FakeWorker(self.layout, self.config.device_blocks, hosts[rank if self.private else 0], incarnation, rank,
+                           writer=self.private or rank == 0) for rank in range(self.num_ranks)]
+
+    @property
+    def worker(self) -> FakeWorker:
+        """Rank 0."""
+        return self.workers[0]
+
+    @property
+    def writers(self) -> list[FakeWorker]:
+        return [worker for worker in self.workers if worker.writer]
 
     # ------------------------------------------------------------------------------------------- requests
     def add(self, request_id: str, tokens: list[int], max_tokens: int = 4, extra: ExtraKeys | None = None) -> Req:
@@ -98,34 +193,48 @@ class Harness:
     def admit(self, req: Req, landing: Landing | None = None, import_tokens: int = 0) -> Admission | None:
         prefix = self.manager.prefix(req.request_id)
         chunk = min(self.chunk, max(1, len(req.tokens) - prefix.tokens))
-        if not self.manager.fits(req.request_id, prefix, landing=landing, import_tokens=import_tokens,
-                                 chunk_tokens=chunk).now:
+        fit = self.manager.fits(req.request_id, prefix, landing=landing, import_tokens=import_tokens, chunk_tokens=chunk)
+        if not fit.now:
             return None
+        before = self.manager.stats()
         admission = self.manager.admit(req.request_id, prefix, landing=landing, import_tokens=import_tokens,
                                        chunk_tokens=chunk)
         if admission is None:
             return None
+        after = self.manager.stats()
+        # Without hit or import there are two ways in, and the answer names the smaller need. A partial import reserves a
+        # little more than it needs until it has landed.
+        if prefix.tokens or import_tokens == len(req.tokens):
+            for pool, need in needs(fit).items():
+                taken = available(before, pool) - available(after, pool)
+                assert taken <= need, f"admission of {req.request_id} took {taken} {pool} blocks: {fit.reason}"
         req.seat, req.computed, req.state = admission.seat, admission.cached_tokens, "running"
         if admission.import_target is not None:
-            rows = [req.row(position) for position in range(import_tokens)]
-            self.imports[req.request_id] = Import(req.request_id, admission.import_target, rows)
+            self.imports[req.request_id] = Import(req.request_id, admission.import_target, req.rows(import_tokens))
             req.state = "loading"
         if admission.indexer_blocks:
             self.loads[req.request_id] = (admission.indexer_keys, admission.indexer_blocks)
             req.state = "loading"
         return admission
 
-    def finish_load(self, request_id: str, *, failed: bool = False, partial: bool = False) -> int:
-        """Bytes land (or only some, then the load fails), and the manager hears of it."""
+    def land(self, request_id: str, num_rows: int | None = None) -> None:
+        """Bytes arrive on every rank: all of an import, or its first rows; indexer pages of a load."""
         load, pages = self.imports.pop(request_id, None), self.loads.pop(request_id, None)
-        if load is not None and (not failed or partial):
-            self.worker.land(load)
-        if pages is not None and not failed:
-            assert self.store is not None
-            self.worker.outside_write(pages[1])
-            for key, block in zip(*pages, strict=True):
-                for offset, row in enumerate(self.store.pages[key]):
-                    self.worker.device[block, offset] = row
+        for worker in self.workers:
+            if load is not None:
+                worker.land(load, num_rows)
+            if pages is not None:
+                assert self.store is not None
+                for key, block in zip(*pages, strict=True):
+                    worker.outside_write(block, self.store.pages[key])
+
+    def finish_load(self, request_id: str, *, failed: bool = False, num_rows: int | None = None) -> int:
+        """Bytes land (a failed load: only the first `num_rows` of an import, by default none), and the manager hears."""
+        if not failed:
+            self.land(request_id)
+        else:
+            self.loads.pop(request_id, None)
+            self.land(request_id, num_rows or 0)
         valid = self.manager.finish_load(request_id, failed=failed)
         req = self.reqs.get(request_id)
         if req is not None and req.state == "loading":
@@ -196,27 +305,33 @@ class Harness:
         command = self.manager.plan_step(self.step_number, [(r.request_id, first, n) for r, first, n in chosen])
         assert command is not None
         self.last = command
-        self.worker.receive(command)
-        self.worker.start(command)
         self.tiers = []
-        for req, first, n in chosen:
-            start = max(first, req.computed)
-            rows = [req.row(position) for position in range(start, first + n)]
-            self.worker.write(req.seat, start, rows)
-        for req, first, n in chosen:
-            for position in range(first + n):
-                tier, value = self.worker.resolve(req.seat, position)
-                assert value == req.row(position), f"{req.request_id} position {position} from {tier}: {value}"
-                assert not plain or tier == "resident"
-                assert self.worker.indexer_row(req.seat, position) == req.row(position)
-                self.tiers.append((req.request_id, position, tier))
-        self.worker.end()
+        for worker in self.workers:
+            worker.receive(command)
+            worker.start(command)
+            for req, first, n in chosen:
+                start = max(first, req.computed)
+                worker.write(req.seat, start, req.rows(first + n)[start:])
+            for req, first, n in chosen:
+                tiers = worker.check_rows(req.seat, req.rows(first + n), req.request_id)
+                assert not plain or set(tiers) == {"resident"}
+                if worker is self.worker:
+                    self.tiers += [(req.request_id, p, tiers[p // worker.size]) for p in range(first + n)]
+            worker.end()
         return command
+
+    def outputs(self) -> list[HiSparseWorkerOutput]:
+        return [worker.output() for worker in self.workers]
+
+    def complete_all(self) -> None:
+        """Every copy of every rank is reached, in any order."""
+        for worker in self.workers:
+            worker.complete_all(self.rng)
 
     def retire(self, chosen: list[tuple[Req, int, int]], *, acks: bool = True) -> None:
         """The step's output is back: acknowledgements, rows, sampled tokens, finished requests."""
         if acks:
-            self.manager.on_worker_output([self.worker.output()])
+            self.manager.on_worker_output(self.outputs())
         self.manager.retire(self.step_number, {req.request_id: first + n for req, first, n in chosen})
         for req, first, n in chosen:
             if req.state != "running":
@@ -233,17 +348,15 @@ class Harness:
             for key, block in self.manager.take_sealed_indexer_pages():
                 if not self.store.plan_store(key, block):
                     self.manager.unpin_indexer([block])
-            for key, block in self.store.stores:
-                self.store.pages[key] = [self.worker.device[block, row] for row in range(self.layout.block_size)]
-                self.manager.unpin_indexer([block])
-            self.store.stores.clear()
+            while self.store.stores:
+                self.store.finish(self)
 
     def step(self) -> int:
         """One whole pass; returns the number of chunks scheduled."""
         chosen = self.schedule()
         self.dispatch(chosen)
         if self.complete_each_step:
-            self.worker.complete_all(self.rng)
+            self.complete_all()
         self.retire(chosen)
         for request_id in [*self.imports, *self.loads]:
             if request_id in self.imports or request_id in self.loads:
@@ -258,8 +371,8 @@ class Harness:
                 return steps
             self.step()
         live = [(r.request_id, r.state, r.computed) for r in self.reqs.values()]
-        raise AssertionError(f"no end after {limit} steps: {live}; pending loads {list(self.manager.loads.pending)}, "
-                             f"copies {list(self.worker.copies)}; {self.manager.stats()}")
+        raise AssertionError(f"no end after {limit} steps: {live}; loads not landed {[*self.imports, *self.loads]}, "
+                             f"copies {[list(worker.copies) for worker in self.workers]}; {self.manager.stats()}")
 
     def drain(self) -> None:
         """Everything back: only published pages and copies may remain, all unreferenced."""

@@ -182,10 +182,8 @@ def test_preemption_resumes_as_a_host_hit_with_indexer_pages_from_the_store() ->
     for _ in range(3):
         h.step()
     h.preempt(a)
-    for key, block in store.stores:
-        store.pages[key] = [h.worker.device[block, row] for row in range(4)]
-        h.manager.unpin_indexer([block])
-    store.stores.clear()
+    while store.stores:
+        store.finish(h)
     a.state = "paused"
     h.add("b", list(range(100, 158)), 3)
     while "b" in h.reqs:
@@ -239,7 +237,7 @@ def test_a_failed_import_is_recomputed_in_fresh_pages(landing: Landing) -> None:
     h.admit(req, landing, 19)
     h.dispatch([])
     h.retire([])
-    assert h.finish_load("a", failed=True, partial=True) == 0
+    assert h.finish_load("a", failed=True, num_rows=11) == 0
     assert h.manager.stats().host_pages_published == 0 and h.manager.core.live["a"].num_pages == 0
     assert req.state == "running"
     if landing is Landing.HOST:

@@ -1,0 +1,68 @@
+"""The random lives must find every seeded fault; a harness that finds nothing proves nothing.
+
+`HISPARSE_FAULT_SEEDS=n` tries n seeds on each fault and counts every find, instead of stopping at the first; with `-s` the
+last test prints which check found what.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.cache.lives import import_over_an_aborted_request, imports_at_once, live
+from tests.mutations.faults import FAULTS, Fault
+
+SEEDS = 60
+COUNT_SEEDS = int(os.environ.get("HISPARSE_FAULT_SEEDS", "0"))
+FOUND: dict[str, Counter[str]] = {}
+"""Fault -> the checks that found it -> seeds."""
+
+
+def life(seed: int) -> None:
+    live(seed, 300)
+    import_over_an_aborted_request(seed)
+    imports_at_once(seed)
+
+
+def name_of_check(error: BaseException) -> str:
+    """Module and function whose check failed, the innermost one."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).stem}.{frame.name}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lives_without_faults_look_right(seed: int) -> None:
+    """The lives that find the faults, and more."""
+    life(seed)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    found = FOUND[fault.__name__] = Counter()
+    for seed in range(COUNT_SEEDS or SEEDS):
+        try:
+            life(seed)
+        except (TypeError, AttributeError, NameError):
+            raise  # the fault itself does not fit the code any more
+        except Exception as error:
+            found[name_of_check(error)] += 1
+            if not COUNT_SEEDS:
+                break
+    assert found, f"{COUNT_SEEDS or SEEDS} lives with {fault.__name__} looked right"
+
+
+def test_every_kind_of_check_finds_something() -> None:
+    """Prints the report. Worker, laws and the cache's own checks each find faults; no single one would do."""
+    if len(FOUND) < len(FAULTS):
+        pytest.skip("needs the results of every fault")
+    for name, checks in FOUND.items():
+        seeds = f"{checks.total():>3} of {COUNT_SEEDS}" if COUNT_SEEDS else ""
+        print(f"\n{name:<42} {seeds} " + ", ".join(f"{check} ({n})" for check, n in checks.most_common()), end="")
+    print()
+    modules = {check.split(".")[0] for checks in FOUND.values() for check in checks}
+    assert {"fake_worker", "laws"} <= modules
