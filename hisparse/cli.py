@@ -20,6 +20,7 @@ from rich.table import Table
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.config import HiSparseConfig, load_config
 from hisparse.errors import ConfigError, HiSparseError
+from hisparse.layout import rows_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Host-tier KV cache for DeepSeek-Sparse-Attention models, as a Ray component.")
@@ -104,6 +105,15 @@ def _print_plan(config: HiSparseConfig, plans: list[MemoryPlan], as_json: bool) 
     for cells in zip(*(plan.rows() for plan in plans)):
         table.add_row(cells[0][0], *(value for _, value in cells))
     out.print(table)
+    for text, roles in _by_text([(plan.packing_text(), plan.role) for plan in plans]).items():
+        out.print(f"\npacking of the device pool ({', '.join(roles)})\n{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _by_text(items: list[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text, role in items:
+        found.setdefault(text, []).append(role)
+    return found
 
 
 def _run(config: HiSparseConfig, as_json: bool) -> None:
@@ -183,6 +193,8 @@ def _print_status(data: dict[str, Any]) -> None:
     out.print(table)
     for item in data["engines"]:
         cache = Table("cache", "value", title=item["engine"], title_justify="left")
+        if item.get("hot_region_rows"):
+            cache.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
         for key, value in (item.get("cache") or {}).items():
             cache.add_row(key, str(value))
         out.print(cache)

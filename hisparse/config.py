@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import logging
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hisparse.errors import ConfigError
-from hisparse.layout import KVCacheLayout, ModelShape
+from hisparse.layout import KVCacheLayout, ModelShape, limit_rows, start_rows
 
 GIB = 1 << 30
+
+
+def _rows_option(value: Any) -> Any:
+    """One message instead of one per member of the union."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if value is not None and (not items or any(type(item) is not int or item < 1 for item in items)):
+        raise ValueError("must be a number of rows >= 1, or a list of them, one per hot group, e.g. [128, 256]")
+    return value
+
+
+RowsOption = Annotated[int | tuple[int, ...] | None, BeforeValidator(_rows_option)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -38,8 +51,16 @@ class CacheConfig(_Section):
     device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
     host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
     host_pool: Literal["auto", "shared", "private"] = Field("auto", description="auto: shared under Ray, private without.")
-    hot_rows: int | None = Field(None, ge=1, description="Rows of a hot region per request; default 3 * top_k + a page.")
-    hot_rows_max: int | None = Field(None, ge=1, description="Limit of elastic growth; default 4 * hot_rows, <= 32,768.")
+    num_groups: int | None = Field(None, ge=1, description="Resident (and hot) groups the layers are packed into, equal on "
+                                   "prefill and decode; default: the number with the fewest bytes per page.")
+    hot_rows: RowsOption = Field(None, description="Rows a hot region of a request starts with, for every hot group or a "
+                                 "list with one number each; default 3 * top_k + a page.")
+    hot_rows_total: int | None = Field(None, ge=1, description="Instead of hot_rows: rows of one request over all hot "
+                                       "groups, split by hot_rows_weights; every group gets at least top_k.")
+    hot_rows_weights: tuple[Weight, ...] | None = Field(None, description="One per hot group, e.g. its share of the misses; "
+                                                        "default equal.")
+    hot_rows_max: RowsOption = Field(None, description="Limit of elastic growth, for every hot group or a list; default "
+                                     "4 * hot_rows, <= 32,768.")
     watermark: float = Field(0.1, gt=0, lt=1, description="Share of the device pool below which requests go hot.")
     prefix_cache: bool = Field(True, description="Reuse published host pages and cached indexer pages.")
     host_reserve_tokens: int = Field(1024, ge=0, description="Output tokens whose host pages admission reserves.")
@@ -51,6 +72,18 @@ class CacheConfig(_Section):
     def _check_block_size(self) -> CacheConfig:
         if self.block_size not in (4, 8, 16, 32, 64):
             raise ValueError(f"block_size must be a power of two in 4..64 tokens, got {self.block_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hot_rows(self) -> CacheConfig:
+        if self.hot_rows is not None and self.hot_rows_total is not None:
+            raise ValueError(f"hot_rows ({self.hot_rows}) and hot_rows_total ({self.hot_rows_total}) exclude each other; "
+                             "set one of them to null")
+        if self.hot_rows_weights is not None:
+            if self.hot_rows_total is None:
+                raise ValueError("hot_rows_weights split hot_rows_total, which is not set; set it or remove the weights")
+            if not any(self.hot_rows_weights):
+                raise ValueError(f"hot_rows_weights must not all be 0, got {list(self.hot_rows_weights)}")
         return self
 
 
@@ -160,26 +193,19 @@ def explain(error: ValidationError) -> str:
     return "invalid configuration:\n  " + "\n  ".join(lines)
 
 
-def hot_rows(config: CacheConfig, layout: KVCacheLayout) -> int:
-    """Rows a hot region starts with: whole pages, at least top_k, default 3 * top_k + a page."""
-    top_k, page = layout.shape.top_k, layout.block_size
-    rows = config.hot_rows if config.hot_rows is not None else 3 * top_k + page
-    if rows < top_k:
-        raise ConfigError(f"cache.hot_rows must be at least top_k = {top_k} rows of this model, got {rows}")
-    rows = math.ceil(rows / page) * page
-    if rows > 32768:
-        raise ConfigError(f"cache.hot_rows must be at most 32768 rows, got {rows}; lower it")
-    return rows
+def hot_rows(config: CacheConfig, layout: KVCacheLayout) -> tuple[int, ...]:
+    """Rows a hot region starts with, per group of `layout.hots`: whole pages, at least top_k; see `CacheConfig`.
+
+    Raises:
+        ConfigError: a list of another length, a group below top_k or above 32,768 rows, or a budget below all top_k.
+    """
+    return start_rows(config.hot_rows, total_rows=config.hot_rows_total, weights=config.hot_rows_weights,
+                      num_groups=len(layout.hots), top_k=layout.shape.top_k, block_size=layout.block_size)
 
 
-def hot_rows_max(config: CacheConfig, layout: KVCacheLayout) -> int:
-    """Rows a hot region may grow to, in whole pages."""
-    start = hot_rows(config, layout)
-    limit = config.hot_rows_max if config.hot_rows_max is not None else min(4 * start, 32768)
-    limit = limit // layout.block_size * layout.block_size
-    if not start <= limit <= 32768:
-        raise ConfigError(f"cache.hot_rows_max must be in {start}..32768 (hot_rows..limit), got {limit}")
-    return limit
+def hot_rows_max(config: CacheConfig, layout: KVCacheLayout) -> tuple[int, ...]:
+    """Rows a hot region may grow to, per group of `layout.hots`, in whole pages. Raises ConfigError like `hot_rows`."""
+    return limit_rows(config.hot_rows_max, start=hot_rows(config, layout), block_size=layout.block_size)
 
 
 def host_blocks(config: CacheConfig, layout: KVCacheLayout, max_model_len: int) -> int:
@@ -232,8 +258,18 @@ def model_shape(config: ModelConfig) -> ModelShape:
 
 
 def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
-    """The cache layout that every part of an engine with this configuration uses."""
-    return KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype)
+    """The cache layout that every part of an engine with this configuration uses. Warns (once a process) of its waste."""
+    layout = KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype,
+                                 num_groups=config.cache.num_groups)
+    advice = layout.waste_advice()
+    if advice is not None:
+        _warn_once(advice)
+    return layout
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("hisparse").warning("%s", message)
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

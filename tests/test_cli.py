@@ -33,8 +33,29 @@ def test_dry_run_prints_configuration_and_plan(monkeypatch: pytest.MonkeyPatch, 
     prefill, decode = data["memory"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert decode["device_bytes"] == 200 * 64 * 3 * 256 and decode["kv_bytes_per_token"] == 6 * 96 * 4
+    assert decode["hot_rows"] == [832] * 3 and decode["packing"]["block_bytes"] == 64 * 3 * 256
+    assert [group["layers"] for group in decode["packing"]["groups"]] == [[0, 2, 4], [0, 1], [2, 3], [4, 5]]
     assert run(monkeypatch, "serve", "--model", "recall", "--dry-run") == 0
-    assert "host pool" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "host pool" in text and "(prefill, decode)" in text and "832 rows" in text
+
+
+def test_dry_run_shows_rows_and_layers_of_each_hot_group(monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    split = ("--set", "cache.hot_rows_total=3000", "--set", "cache.hot_rows_weights=[1, 5, 9]")
+    assert run(monkeypatch, "serve", "--model", "recall", "--dry-run", *split) == 0
+    text = capsys.readouterr().out
+    # 46 pages, 4 for each group; the other 34 in shares of 2.27, 11.33, 20.4
+    assert [line.split()[-2:] for line in text.splitlines()[-3:]] == [["384", "0-1"], ["960", "2-3"], ["1,600", "4-5"]]
+    assert "384..1,600" in text and "1,536..6,400" in text
+    assert run(monkeypatch, "serve", "--model", "recall", "--dry-run", "--set", "cache.hot_rows=[512, 512]") == 2
+    error = capsys.readouterr().err
+    assert "cache.hot_rows has 2 entries" in error and "3 hot groups" in error
+    assert "--dry-run --set cache.hot_rows=null" in error
+    assert run(monkeypatch, "serve", "--model", "recall", "--dry-run", "--set", "cache.hot_rows=[512, 512]",
+               "--set", "cache.hot_rows=null") == 0
+    assert run(monkeypatch, "serve", "--model", "recall", "--dry-run", "--set", "cache.num_groups=1") == 0
+    assert capsys.readouterr().out.count("0-5") == 1
 
 
 @pytest.mark.parametrize(("args", "text"), [
@@ -89,11 +110,12 @@ def test_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
                 service: tuple[str, dict[str, Any]]) -> None:
     url, state = service
     engine = {"engine": "decode-1", "health": {"ok": True, "reason": ""}, "running": 3, "check": "ok",
-              "cache": {"pending_spills": 17}}
+              "cache": {"pending_spills": 17}, "hot_region_rows": [2112, 8256]}
     state["answer"] = {"model": "recall", "engines": [engine]}
     assert run(monkeypatch, "status", "--url", url, "--check", "--api-key", "k") == 0
     text = capsys.readouterr().out
-    assert "decode-1" in text and "17" in text and state["seen"] == [("/stats?check=1", "Bearer k")]
+    assert "decode-1" in text and "17" in text and "2,112..8,256 rows" in text
+    assert state["seen"] == [("/stats?check=1", "Bearer k")]
     engine["check"] = "block 5 is lost"
     assert run(monkeypatch, "status", "--url", url, "--json") == 1
     assert json.loads(capsys.readouterr().out) == state["answer"]

@@ -11,8 +11,6 @@ from hisparse.config import (
     CacheConfig,
     ModelConfig,
     host_blocks,
-    hot_rows,
-    hot_rows_max,
     load_config,
     model_path,
     model_shape,
@@ -73,19 +71,6 @@ def test_roles_and_overrides_of_prefill() -> None:
     assert (config.for_role("prefill").cache.device_blocks, config.for_role("decode").cache.device_blocks) == (500, 7)
     with pytest.raises(ConfigError, match="cache.device_blok"):
         load_config({**BASE, "prefill": {"cache": {"device_blok": 1}}}, environ={}).for_role("prefill")
-
-
-def test_hot_rows_are_whole_pages_of_at_least_top_k() -> None:
-    assert hot_rows(CacheConfig(), LAYOUT) == 192  # 3 * 32 + 64 = 160 -> 3 pages
-    assert hot_rows(CacheConfig(hot_rows=32), LAYOUT) == 64
-    assert hot_rows_max(CacheConfig(), LAYOUT) == 768
-    for config, words in (
-        (CacheConfig(hot_rows=31), "at least top_k = 32"), (CacheConfig(hot_rows=40_000), "at most 32768"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            hot_rows(config, LAYOUT)
-    with pytest.raises(ConfigError, match=r"192\.\.32768"):
-        hot_rows_max(CacheConfig(hot_rows_max=128), LAYOUT)
 
 
 def test_a_host_pool_that_cannot_hold_one_request_is_refused_with_the_numbers() -> None:

@@ -23,7 +23,7 @@ DOORS = {
     "fastapi": ("serve/",),
     "typer": ("cli.py", "demo/"),
 }
-NO_TORCH = ("cache/", "connector/base.py", "types.py", "config.py", "layout.py", "errors.py")
+NO_TORCH = ("cache/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hisparse.errors import ConfigError
@@ -38,38 +37,6 @@ def test_glm52_has_21_index_groups_and_v32_one_per_layer() -> None:
     assert [group.leader for group in glm.index_groups] == [0, 1, 2, *range(6, 78, 4)]
     assert sum(len(group.layers) for group in glm.index_groups) == 78
     assert [group.layers for group in ModelShape.from_hf_config(V32).index_groups] == [(i,) for i in range(61)]
-
-
-@pytest.mark.parametrize("config", [GLM52, V32], ids=["glm52", "v32"])
-def test_packing_wastes_less_than_a_tenth(config: dict[str, object]) -> None:
-    layout = KVCacheLayout.build(ModelShape.from_hf_config(config), dtype="bfloat16")
-    assert layout.waste_fraction < 0.1
-    assert layout.block_bytes % layout.row.row_bytes == 0 and layout.block_bytes % 16 == 0
-    assert layout.host_block_bytes == 64 * 1152 * layout.shape.num_layers
-    assert layout.indexer_page_bytes == len(layout.indexer.layers) * 64 * 256 <= layout.block_bytes
-    for g in range(layout.num_resident_groups):
-        assert layout.resident_page_bytes(g) <= layout.block_bytes
-
-
-@pytest.mark.parametrize("num_groups", [None, 1, 2, 3])
-def test_every_layer_has_rows_of_its_own(num_groups: int | None) -> None:
-    layout = KVCacheLayout.build(shape(7, "fffssfs"), block_size=16, num_groups=num_groups)
-    owner = np.full((layout.num_resident_groups, layout.rows_per_block), -1)
-    for layer in range(7):
-        first = layout.layer_row_offset[layer]
-        rows = owner[layout.layer_group[layer], first : first + 16]
-        assert len(rows) == 16 and (rows == -1).all(), f"layer {layer} overlaps"
-        owner[layout.layer_group[layer], first : first + 16] = layer
-    assert sorted(layer for group in layout.residents for layer in group.layers) == list(range(7))
-    assert [group.layers for group in layout.residents] == [group.layers for group in layout.hots]
-    assert [group.group_id for group in layout.groups] == list(range(2 + 2 * layout.num_resident_groups))
-    assert layout.source.block_pool_id is None
-
-
-def test_index_groups_are_never_split() -> None:
-    layout = KVCacheLayout.build(shape(7, "fffssfs"), block_size=16)
-    for group in layout.shape.index_groups:
-        assert len({layout.layer_group[layer] for layer in group.layers}) == 1
 
 
 def test_b14_offsets_do_not_wrap_at_two_gib() -> None:

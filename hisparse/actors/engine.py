@@ -19,7 +19,7 @@ from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, kv_layout, model_path
+from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError
 from hisparse.types import RequestOutput
@@ -127,7 +127,8 @@ class EngineActors:
                 for rank in range(len(self.ranks))
             ]
             infos = gather([actor.start("setup", setup) for actor, setup in zip(self.ranks, setups)], limit_s)
-        about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None}
+        about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None,
+                 "hot_region_rows": list(hot_rows(config.cache, kv_layout(config))) if config.cache.enabled else []}
         coordinator.call("start", about, build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
 
     @property

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hisparse.cache.admission import check_device_pool
-from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
+from hisparse.config import HiSparseConfig, host_blocks, hot_rows, hot_rows_max, kv_layout
+from hisparse.layout import WasteReport, rows_text
 
 MIB = 1 << 20
 
@@ -17,8 +18,10 @@ class MemoryPlan:
 
     Attributes:
         device_bytes: per rank; every rank holds the whole latent KV.
-        hot_bytes: hot region of one request, all hot groups.
+        hot_rows, hot_rows_max: of one request's region at its start and at most, per hot group; () when HiSparse is off.
+        hot_bytes: hot region of one request at its start, all hot groups.
         requests_device_only: whose every page fits the device pool. requests_hisparse: with host-backed pages.
+        packing: which layers share a block, and the bytes of it that hold nothing.
     """
 
     role: str
@@ -29,13 +32,15 @@ class MemoryPlan:
     device_bytes: int
     host_blocks: int
     host_bytes: int
-    hot_rows: int
+    hot_rows: tuple[int, ...]
+    hot_rows_max: tuple[int, ...]
     hot_bytes: int
     max_model_len: int
     requests_device_only: int
     requests_hisparse: int
     seats: int
     waste_fraction: float
+    packing: WasteReport
 
     @classmethod
     def of(cls, config: HiSparseConfig) -> MemoryPlan:
@@ -46,8 +51,9 @@ class MemoryPlan:
                           max_query_tokens=config.scheduler.prefill_chunk_tokens)
         usable = config.cache.device_blocks - 1
         num_host = host_blocks(config.cache, layout, length)
-        rows = hot_rows(config.cache, layout) if config.cache.enabled else 0
-        hot = layout.hot_blocks(rows) * groups
+        rows = hot_rows(config.cache, layout) if config.cache.enabled else ()
+        rows_max = hot_rows_max(config.cache, layout) if config.cache.enabled else ()
+        hot = sum(layout.hot_blocks(count) for count in rows)
         host_backed = 0
         if config.cache.enabled:
             on_device = layout.pages(length) + hot + 2 * groups  # indexer, hot region, tail
@@ -58,9 +64,10 @@ class MemoryPlan:
             indexer_bytes_per_token=layout.indexer_page_bytes // layout.block_size,
             device_blocks=config.cache.device_blocks, device_bytes=layout.device_bytes(config.cache.device_blocks),
             host_blocks=num_host, host_bytes=num_host * layout.host_block_bytes, hot_rows=rows,
-            hot_bytes=layout.device_bytes(hot), max_model_len=length,
+            hot_rows_max=rows_max, hot_bytes=layout.device_bytes(hot), max_model_len=length,
             requests_device_only=usable // layout.device_blocks_resident(length), requests_hisparse=host_backed,
             seats=config.scheduler.max_num_seqs, waste_fraction=layout.waste_fraction,
+            packing=layout.waste_report(),
         )
 
     def asdict(self) -> dict[str, Any]:
@@ -73,9 +80,22 @@ class MemoryPlan:
             ("indexer keys per token", f"{self.indexer_bytes_per_token:,} B"),
             ("device pool, per rank", f"{self.device_bytes / MIB:,.1f} MiB in {self.device_blocks:,} blocks"),
             ("host pool", f"{self.host_bytes / MIB:,.1f} MiB in {self.host_blocks:,} pages"),
-            ("hot region per request", f"{self.hot_bytes / MIB:,.1f} MiB ({self.hot_rows:,} rows per index group)"),
+            ("hot region per request", f"{self.hot_bytes / MIB:,.1f} MiB ({self._region_text()})"),
+            ("hot region grows to at most", rows_text(self.hot_rows_max)),
             ("bytes of a page that hold nothing", f"{self.waste_fraction:.1%}"),
+            ("bytes of an indexer block that hold nothing", f"{self.packing.groups[0].fraction:.1%}"),
             (f"requests of {self.max_model_len:,} tokens, all resident", f"{self.requests_device_only:,}"),
             (f"requests of {self.max_model_len:,} tokens, host-backed", f"{self.requests_hisparse:,}"),
             ("seats (scheduler.max_num_seqs)", f"{self.seats:,}"),
         ]
+
+    def packing_text(self) -> str:
+        """Table of the groups: used and wasted bytes, hot rows, layers. At most 80 columns."""
+        return self.packing.text(self.hot_rows)
+
+    def _region_text(self) -> str:
+        if not self.hot_rows:
+            return "HiSparse is off"
+        if len(set(self.hot_rows)) == 1:
+            return f"{rows_text(self.hot_rows)} per hot group"
+        return f"{rows_text(self.hot_rows)}, {sum(self.hot_rows):,} in {len(self.hot_rows)} hot groups"

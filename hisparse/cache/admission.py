@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.loads import TAIL_PAGES
 from hisparse.cache.request import Identity
-from hisparse.cache.values import Fit, PrefixHit
+from hisparse.cache.values import Fit
 from hisparse.config import CacheConfig, hot_rows
 from hisparse.errors import ConfigError
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import KVCacheLayout, rows_text
 from hisparse.types import Landing
+
+
+@dataclass(slots=True, kw_only=True)
+class Hit:
+    """Blocks of a prefix hit, looked up once per admission: host blocks of its pages, indexer blocks of the first ones."""
+
+    host: Sequence[int] = ()
+    indexer: Sequence[int] = ()
+
+    @property
+    def pages(self) -> int:
+        return len(self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +61,7 @@ def min_device_blocks(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
     pages = layout.pages(max_model_len)
     if not config.enabled:
         return 1 + layout.device_blocks_resident(max_model_len)
-    region = len(layout.hots) * layout.hot_blocks(hot_rows(config, layout))
+    region = sum(layout.hot_blocks(rows) for rows in hot_rows(config, layout))
     window = min(pages, window_pages(layout, max_query_tokens))
     return 1 + pages + region + window * layout.num_resident_groups
 
@@ -62,8 +75,8 @@ def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
     what = f"{pages} indexer and resident pages of {layout.num_resident_groups} groups"
     fix = "lower max_model_len, or enable HiSparse"
     if config.enabled:
-        what = (f"{pages} indexer pages, a hot region of {len(layout.hots)} x "
-                f"{layout.hot_blocks(hot_rows(config, layout))} blocks, and the resident window of "
+        what = (f"{pages} indexer pages, hot regions of {rows_text(hot_rows(config, layout))} in {len(layout.hots)} groups, "
+                f"and the resident window of "
                 f"{layout.num_resident_groups} groups for steps of {max_query_tokens} tokens")
         fix = "lower max_model_len, prefill_chunk_tokens or hot_rows"
     raise ConfigError(
@@ -75,33 +88,32 @@ def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
 class AdmissionArithmetic:
     """Needs and fits, from the state of the cache; changes nothing."""
 
-    def __init__(self, core: CacheCore, config: CacheConfig) -> None:
+    def __init__(self, core: CacheCore, config: CacheConfig, *, lookahead_tokens: int) -> None:
         self.core = core
         self.config = config
+        self.lookahead_tokens = lookahead_tokens
 
     @property
     def region_blocks(self) -> int:
         return self.core.hot.region_blocks if self.core.hot is not None else 0
 
-    def needs(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
+    def needs(self, identity: Identity, found: Hit, landing: Landing | None, import_tokens: int,
               chunk_tokens: int) -> list[Need]:
         """Ways to admit, the preferred first: every page resident, then host-backed."""
         core, layout = self.core, self.core.layout
-        tokens, hit = identity.num_tokens, prefix.host_pages
-        rows = max(tokens, min(tokens + 1, identity.max_rows))
+        tokens, hit = identity.num_tokens, found.pages
+        rows = max(tokens, min(tokens + 1 + self.lookahead_tokens, identity.max_rows))
         target = layout.pages(max(rows, 1))
         missing = target - hit
-        referenced = self._referenced_indexer(identity, prefix)
+        referenced = len(found.indexer) - core.pool.num_unreferenced(found.indexer)
         host_target = host_referenced = 0
         if core.source is not None:
             remaining = max(0, identity.max_tokens - (tokens - identity.num_prompt_tokens))
             ahead = remaining if self.config.host_reservation == "full" else min(
                 remaining, self.config.host_reserve_tokens)
             host_target = max(target, layout.pages(max(1, min(tokens + ahead, identity.max_rows))))
-            keys = identity.keys.keys[:hit]
-            blocks = core.source.published.prefix(keys)
-            host_referenced = len(blocks) - core.source.pool.num_unreferenced(blocks)
-        rest = max(1, tokens - max(hit * layout.block_size, import_tokens))
+            host_referenced = hit - core.source.pool.num_unreferenced(found.host)
+        rest = max(1, tokens - max(hit * layout.block_size, import_tokens)) + self.lookahead_tokens
         window = window_pages(layout, min(chunk_tokens, rest))
 
         def need(resident_pages: int, hot: bool) -> Need:
@@ -119,11 +131,6 @@ class AdmissionArithmetic:
         if landing is Landing.HOST or hit > 0:
             return [backed]
         return [full, backed]
-
-    def _referenced_indexer(self, identity: Identity, prefix: PrefixHit) -> int:
-        core = self.core
-        blocks = core.indexer.cached.prefix(identity.keys.keys[: prefix.indexer_gpu_pages])
-        return len(blocks) - core.pool.num_unreferenced(blocks)
 
     def choose(self, needs: list[Need]) -> Need | None:
         """The first way that fits now, or None."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 
-from hisparse.cache.admission import AdmissionArithmetic
-from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.admission import AdmissionArithmetic, Hit
+from hisparse.cache.core import CacheCore
 from hisparse.cache.elastic import ElasticRegions
 from hisparse.cache.loads import Load, Loads
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
+from hisparse.cache.report import resident_columns
 from hisparse.cache.request import Identity, Incarnation
 from hisparse.cache.residency import PageEvent
 from hisparse.cache.values import Admission, Fit, PrefixHit
@@ -30,6 +31,8 @@ class Admitter:
         self.max_seats = max_seats
         self._offload = offload
         self._order = 0
+        self._last_find: tuple[str, int, int, list[int], list[int]] | None = None
+        """Of the request looked at last: id, number of keys, version of the index, and what was found."""
         self.free_seats = list(range(max_seats))
 
     def give_back_seat(self, seat: int) -> None:
@@ -48,22 +51,41 @@ class Admitter:
 
     def prefix(self, identity: Identity) -> PrefixHit:
         """The longest prefix of whole pages that every group has or can load. Pure."""
+        found = self._find(identity, len(identity.keys.keys))
+        return self._hit(found.pages, len(found.indexer))
+
+    def _find(self, identity: Identity, limit: int) -> Hit:
+        """Of at most `limit` pages: host pages, as far as their indexer pages are on the GPU or in the store."""
         source = self.core.source
-        if source is None or not self.core.prefix_cache:
-            return PrefixHit()
+        if source is None or not self.core.prefix_cache or not limit:
+            return Hit()
         keys = identity.keys.keys
-        host = len(source.published.prefix(keys))
-        gpu = len(self.core.indexer.cached.prefix(keys[:host]))
+        host, indexer = self._look_up(identity, limit)
         load = 0
-        if gpu < host and self._offload is not None:
-            load = min(self._offload.hit(keys, gpu), host - gpu)
-        return self._hit(gpu + load, gpu)
+        if len(indexer) < len(host) and self._offload is not None:
+            load = min(self._offload.hit(keys, len(indexer)), len(host) - len(indexer))
+        return Hit(host=host[: len(indexer) + load], indexer=indexer)
+
+    def _known(self, identity: Identity, prefix: PrefixHit) -> Hit:
+        """The blocks of `prefix`, as far as they are still there."""
+        if self.core.source is None or not prefix.host_pages:
+            return Hit()
+        host, indexer = self._look_up(identity, prefix.host_pages)
+        return Hit(host=host, indexer=indexer[: prefix.indexer_gpu_pages])
+
+    def _look_up(self, identity: Identity, limit: int) -> tuple[list[int], list[int]]:
+        """`PrefixIndex.find` of the request's keys; asked again in the same pass, it is remembered."""
+        index, keys, last = self.core.index, identity.keys.keys, self._last_find
+        if last is None or last[:3] != (identity.request_id, len(keys), index.version):
+            last = (identity.request_id, len(keys), index.version, *index.find(keys, len(keys)))
+            self._last_find = last
+        return last[3][:limit], last[4][:limit]
 
     def fits(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
              chunk_tokens: int) -> Fit:
         """Whether `admit` finds room. Pure."""
         landing = self._landing(prefix, landing, import_tokens)
-        needs = self.arithmetic.needs(identity, prefix, landing, import_tokens, chunk_tokens)
+        needs = self.arithmetic.needs(identity, self._known(identity, prefix), landing, import_tokens, chunk_tokens)
         return self.arithmetic.fit(needs, blocked=self._blocked(identity.request_id))
 
     def admit(self, identity: Identity, prefix: PrefixHit, landing: Landing | None, import_tokens: int,
@@ -76,17 +98,17 @@ class Admitter:
             raise InvariantError(f"import of {import_tokens} tokens into {request_id!r} of {identity.num_tokens} tokens")
         if self._blocked(request_id) is not None:
             return None
-        fresh = self.prefix(identity)
-        pages = min(prefix.host_pages, fresh.host_pages)
-        hit = self._hit(pages, min(fresh.indexer_gpu_pages, pages))
+        found = self._find(identity, prefix.host_pages)
+        hit = self._hit(found.pages, len(found.indexer))
         landing = self._landing(hit, landing, import_tokens)
-        need = self.arithmetic.choose(self.arithmetic.needs(identity, hit, landing, import_tokens, chunk_tokens))
-        if need is None or not self._has_quiet_room(identity, hit, landing, import_tokens):
+        need = self.arithmetic.choose(self.arithmetic.needs(identity, found, landing, import_tokens, chunk_tokens))
+        if need is None or not self._has_quiet_room(found, landing, import_tokens):
             return None
+        self._last_find = None
         inc = self.take_seat(identity)
         inc.target_pages, inc.window_pages = need.target_pages, need.window_pages
         inc.host_target_pages = need.host_target_pages
-        self._take_hit(inc, hit)
+        self._take_hit(inc, found)
         if landing is not None or hit.indexer_load_pages:
             load = self.loads.begin(inc, hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
                                     import_tokens=import_tokens)
@@ -95,8 +117,7 @@ class Admitter:
         if need.hot and not self.residency.allocate_hot(inc):
             raise InvariantError(f"request {request_id!r}: admission counted wrong, no hot region")
         self.core.update_reservation(inc)
-        for page in range(hit.host_pages):
-            self.residency.adopt(inc, page, identity.keys.keys[page])
+        self.residency.adopt(inc, identity.keys.keys[: hit.host_pages])
         self.core.update_reservation(inc)
         return self._admission(inc, hit, landing, load)
 
@@ -115,47 +136,38 @@ class Admitter:
             return f"all {self.max_seats} seats are taken"
         return None
 
-    def _has_quiet_room(self, identity: Identity, hit: PrefixHit, landing: Landing | None, import_tokens: int) -> bool:
+    def _has_quiet_room(self, found: Hit, landing: Landing | None, import_tokens: int) -> bool:
         """Writers outside the compute stream need blocks that no step or copy in flight touches. If there are too few,
         takes grown blocks of hot regions and readable free blocks out of use: quiet once the dispatched steps retired."""
         core = self.core
-        count = self.loads.quiet_blocks(hit_pages=hit.host_pages, gpu_pages=hit.indexer_gpu_pages, landing=landing,
+        count = self.loads.quiet_blocks(hit_pages=found.pages, gpu_pages=len(found.indexer), landing=landing,
                                         import_tokens=import_tokens)
         if not count or core.all_quiet:
             return True
-        taken = set(core.indexer.cached.prefix(identity.keys.keys[: hit.indexer_gpu_pages]))
-
-        def num_quiet() -> int:
-            return core.pool.count_free(lambda block: block not in taken and core.is_quiet(block))
-
-        missing = count - num_quiet()
+        missing = count - core.num_quiet(found.indexer)
         if missing <= 0:
             return True
         given = self.elastic.give_to_outside_writers(missing)
-        if given and num_quiet() >= count:
+        if given and core.num_quiet(found.indexer) >= count:
             return True
         if core.clock.outstanding and missing > given:
             core.clock.mark_busy(core.pool.drop_readable(missing - given))
         return False
 
-    def _take_hit(self, inc: Incarnation, hit: PrefixHit) -> None:
+    def _take_hit(self, inc: Incarnation, found: Hit) -> None:
         """References on the hit's host and indexer blocks; pages become HOST_ONLY."""
-        core, keys = self.core, inc.identity.keys.keys[: hit.host_pages]
-        if not hit.host_pages:
+        core = self.core
+        if not found.pages:
             return
         assert core.source is not None
-        host = core.source.published.prefix(keys)
-        indexer = core.indexer.cached.prefix(keys[: hit.indexer_gpu_pages])
-        core.source.pool.touch(host)
-        core.pool.touch(indexer)
-        indexer += [0] * hit.indexer_load_pages
-        for page in range(hit.host_pages):
-            core.append_page(inc, PageEvent.HOST_HIT, indexer=indexer[page], host=host[page], resident=ABSENT)
-        core.tables.pages(inc, range(hit.host_pages))
-        inc.valid = hit.indexer_gpu_pages * self.core.block_size
-        inc.published = inc.spill_cursor = inc.spill_target = hit.host_pages
-        inc.sealed = hit.indexer_gpu_pages
-        core.counters.prefix_hit_tokens += hit.tokens
+        core.source.pool.touch(found.host)
+        core.pool.touch(found.indexer)
+        to_load = [0] * (found.pages - len(found.indexer))
+        core.append_pages(inc, PageEvent.HOST_HIT, indexer=[*found.indexer, *to_load], host=found.host)
+        inc.valid = inc.planned = len(found.indexer) * core.block_size
+        inc.published = inc.spill_cursor = inc.spill_target = found.pages
+        inc.sealed = len(found.indexer)
+        core.counters.prefix_hit_tokens += found.pages * core.block_size
 
     def _admission(self, inc: Incarnation, hit: PrefixHit, landing: Landing | None, load: Load | None) -> Admission:
         target = None
@@ -163,10 +175,7 @@ class Admitter:
             first, size = hit.host_pages, self.core.block_size
             target = ImportTarget(landing=landing, pages=RequestPages(
                 first_page=first, num_tokens=load.import_tokens, indexer_blocks=tuple(inc.indexer[first:]),
-                host_blocks=tuple(inc.host[first:]),
-                resident_blocks=tuple(
-                    tuple([blocks[g] if blocks else 0 for blocks in inc.resident[first:]])
-                    for g in range(self.core.groups_per_page))))
+                host_blocks=tuple(inc.host[first:]), resident_blocks=resident_columns(self.core, inc, first)))
             if inc.num_pages != self.core.layout.pages(load.import_tokens) or first * size > load.import_tokens:
                 raise InvariantError(f"import of {load.import_tokens} tokens got {inc.num_pages} pages")
         pages = slice(hit.indexer_gpu_pages, hit.host_pages)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.loads import Loads
-from hisparse.cache.mirrors import build_span
+from hisparse.cache.mirrors import build_spans
 from hisparse.cache.pages import Residency
 from hisparse.cache.publication import Publication
 from hisparse.cache.request import Incarnation
@@ -45,6 +45,10 @@ class HiSparseCoordinator:
         """Unpins clean pages of a hot request; under pressure requires hot of one that is not."""
         self.residency.update(self.core.incarnation(request_id))
 
+    def update_all_residency(self) -> None:
+        """`update_residency` of every admitted request."""
+        self.residency.update_all()
+
     def require_hot(self, request_id: str) -> None:
         """Marks only; the next scheduling pass allocates the region, and pages stay pinned until then."""
         self.residency.require_hot(self.core.incarnation(request_id))
@@ -54,17 +58,19 @@ class HiSparseCoordinator:
 
         Pages that the accepted tokens of this step seal count: their copy goes behind the forward.
         """
+        live, size = self.core.live, self.core.block_size
         for request_id, first, num_tokens in scheduled:
-            inc = self.core.incarnation(request_id)
-            rows = min(max(inc.valid, first + num_tokens), inc.identity.num_tokens)
-            self.spills.sealed(inc, rows // self.core.block_size)
+            inc = live[request_id]
+            end = first + num_tokens
+            if end < (inc.spill_target + 1) * size and inc.valid <= end:
+                continue
+            rows = min(max(inc.valid, end), inc.identity.keys.num_tokens)
+            self.spills.sealed(inc, rows // size)
         self.spills.plan()
 
     def build_row_mirrors(self, scheduled: Scheduled) -> tuple[MirrorSpan, ...]:
         """Host destinations of every row the step may write."""
-        spans = (build_span(self.core, self.core.incarnation(request_id), first, num_tokens)
-                 for request_id, first, num_tokens in scheduled)
-        return tuple(span for span in spans if span is not None)
+        return build_spans(self.core, scheduled)
 
     def take_block_table_updates(self) -> tuple[BlockTableUpdate, ...]:
         """Drains changed rows of all groups in order; a vanished request gives empty rows."""
@@ -146,7 +152,12 @@ class HiSparseCoordinator:
         """Every page of these requests is resident in every group. False without resident groups."""
         if not self.core.groups_per_page:
             return False
-        return all(self.core.incarnation(request_id).num_absent == 0 for request_id in request_ids)
+        live = self.core.live
+        for request_id in request_ids:
+            inc = live[request_id]
+            if len(inc.resident) < len(inc.states):
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------------- workers
     def crash(self, incarnation: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hisparse.cache.block_pool import BlockPool
@@ -13,14 +12,16 @@ from hisparse.cache.groups import (
     HiSparseSourceManager,
     IndexerManager,
 )
-from hisparse.cache.request import Incarnation
+from hisparse.cache.prefix_index import PrefixIndex
+from hisparse.cache.request import Incarnation, ResidentPage
 from hisparse.cache.residency import PINNED, READABLE_ON_GPU, PageEvent, PageState, next_state
 from hisparse.cache.steps import StepClock
 from hisparse.cache.tables import TableChanges
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
 
-ABSENT: tuple[int, ...] = ()
+_IS_PINNED = tuple(state in PINNED for state in PageState)
+_CLEAN_PINNED, _SPILLING = PageState.CLEAN_PINNED, PageState.SPILLING
 
 
 @dataclass(slots=True)
@@ -63,13 +64,15 @@ class CacheCore:
     hot: HiSparseHotManager | None
     source: HiSparseSourceManager | None
     tables: TableChanges
+    index: PrefixIndex
     clock: StepClock = field(default_factory=StepClock)
     counters: Counters = field(default_factory=Counters)
     live: dict[str, Incarnation] = field(default_factory=dict)
     """Admitted requests by id, in order of admission."""
-    page_counts: Counter[PageState] = field(default_factory=Counter)
+    page_counts: list[int] = field(default_factory=lambda: [0] * len(PageState))
+    """Pages of all requests by state."""
     fences: dict[int, int] = field(default_factory=dict)
-    """Device block -> id of the spill whose copy may still read it (enqueued everywhere, not completed)."""
+    """Free device block -> id of the spill whose copy may still read it (enqueued everywhere, not completed)."""
     reserved_device: int = 0
     reserved_host: int = 0
 
@@ -88,66 +91,113 @@ class CacheCore:
         return inc
 
     # ------------------------------------------------------------------------------------------- pages
-    def move(self, inc: Incarnation, page: int, event: PageEvent) -> PageState:
+    def move(self, inc: Incarnation, page: int, event: PageEvent) -> None:
         """One page takes one event; keeps the counts. Blocks and tables are the caller's."""
         old = inc.states[page]
-        new = next_state(old, event, inc.request_id, page)
+        new = next_state(old, event, inc.identity.request_id, page)
         inc.states[page] = new
-        self.page_counts[old] -= 1
-        self.page_counts[new] += 1
-        inc.num_pinned += (new in PINNED) - (old in PINNED)
-        inc.num_spilling += (new is PageState.SPILLING) - (old is PageState.SPILLING)
-        if old is PageState.CLEAN_PINNED:
+        counts = self.page_counts
+        counts[old] -= 1
+        counts[new] += 1
+        inc.num_pinned += _IS_PINNED[new] - _IS_PINNED[old]
+        if old == _CLEAN_PINNED:
             inc.clean_pinned.discard(page)
-        if new is PageState.CLEAN_PINNED:
+        elif old == _SPILLING:
+            inc.num_spilling -= 1
+        if new == _CLEAN_PINNED:
             inc.clean_pinned.add(page)
-        return new
+        elif new == _SPILLING:
+            inc.num_spilling += 1
 
-    def append_page(self, inc: Incarnation, event: PageEvent, *, indexer: int, host: int,
-                    resident: tuple[int, ...]) -> int:
-        """A new last page with the blocks given (0 or () = none). Returns its index."""
-        page = len(inc.states)
-        inc.states.append(PageState.NONE)
-        inc.indexer.append(indexer)
-        inc.host.append(host)
-        inc.resident.append(resident)
-        inc.num_absent += not resident
-        self.page_counts[PageState.NONE] += 1
-        self.move(inc, page, event)
-        return page
+    def move_run(self, inc: Incarnation, first: int, end: int, event: PageEvent) -> None:
+        """`move` for the pages [first, end): a run in one state costs one look into the table."""
+        page = first
+        while page < end:
+            old = inc.states[page]
+            stop = page + 1
+            while stop < end and inc.states[stop] == old:
+                stop += 1
+            count = stop - page
+            new = next_state(old, event, inc.identity.request_id, page)
+            inc.states[page:stop] = bytes([new]) * count
+            self.page_counts[old] -= count
+            self.page_counts[new] += count
+            inc.num_pinned += count * (_IS_PINNED[new] - _IS_PINNED[old])
+            inc.num_spilling += count * ((new == _SPILLING) - (old == _SPILLING))
+            if old == _CLEAN_PINNED:
+                inc.clean_pinned.difference_update(range(page, stop))
+            if new == _CLEAN_PINNED:
+                inc.clean_pinned.update(range(page, stop))
+            page = stop
 
-    def set_resident(self, inc: Incarnation, page: int, blocks: tuple[int, ...]) -> None:
-        """Replaces the resident entry of a page; queues the tables."""
-        inc.num_absent += (not blocks) - (not inc.resident[page])
-        inc.resident[page] = blocks
-        if inc.seat >= 0:
-            self.tables.resident(inc, page)
+    def append_pages(self, inc: Incarnation, event: PageEvent, *, indexer: Sequence[int], host: Sequence[int]) -> None:
+        """New last pages, not resident yet, with one indexer and one host block each (0 = none); queues their tables."""
+        first, count = len(inc.states), len(indexer)
+        inc.states += bytes(count)
+        inc.indexer.extend(indexer)
+        inc.host.extend(host)
+        self.page_counts[PageState.NONE] += count
+        self.move_run(inc, first, first + count, event)
+        self.tables.pages(inc, first, first + count)
+
+    def new_resident(self, inc: Incarnation, page: int, blocks: tuple[int, ...],
+                     reused: Callable[[ResidentPage, int], None]) -> None:
+        """The page is resident in blocks just handed out; queues its tables."""
+        inc.resident[page] = ResidentPage(blocks, reused)
+        self.tables.resident(inc, page, page + 1)
 
     def drop_last_page(self, inc: Incarnation) -> None:
         """Removes the last page, which is in state NONE and whose blocks were given back."""
-        if inc.states[-1] is not PageState.NONE:
-            raise InvariantError(f"page {len(inc.states) - 1} of {inc.request_id!r} dropped as {inc.states[-1].name}")
-        self.page_counts[PageState.NONE] -= 1
-        inc.num_absent -= not inc.resident[-1]
         page = len(inc.states) - 1
+        if inc.states[page] != PageState.NONE or page in inc.resident:
+            raise InvariantError(f"page {page} of {inc.request_id!r} dropped as {inc.state(page).name}")
+        self.page_counts[PageState.NONE] -= 1
         inc.states.pop()
         inc.indexer.pop()
         inc.host.pop()
-        inc.resident.pop()
         inc.covered.pop(page, None)
 
     # ------------------------------------------------------------------------------------------- blocks going back
-    def free_device(self, blocks: Iterable[int]) -> None:
+    def free_device(self, blocks: Sequence[int]) -> None:
         """Drops one reference on each device block; steps in flight may still touch them."""
-        blocks = list(blocks)
-        self.clock.mark_busy(blocks)
+        clock = self.clock
+        if clock.dispatched > clock.retired:
+            clock.mark_busy(blocks)
         self.pool.free(blocks)
+
+    def pin(self, page: ResidentPage) -> None:
+        """One more holder of a readable or pinned page."""
+        if not page.pins:
+            self.pool.touch(page.blocks)
+        page.pins += 1
+
+    def unpin(self, page: ResidentPage) -> None:
+        """One holder less; the last one frees the blocks, readable if somebody may want them. While a copy may still read
+        them they are fenced."""
+        page.pins -= 1
+        if page.pins:
+            if page.pins < 0:
+                raise InvariantError(f"resident page {page.blocks} was unpinned once more than it was pinned")
+            return
+        if page.copy_id:
+            self.fences.update(dict.fromkeys(page.blocks, page.copy_id))
+        if not page.wanted:
+            self.free_device(page.blocks)
+            return
+        page.watched = True
+        if self.clock.dispatched > self.clock.retired:
+            self.clock.mark_busy(page.blocks)
+        self.pool.unpin(page.blocks, page)
 
     def free_host_after_steps(self, blocks: Iterable[int]) -> None:
         """Drops one reference on each host block once no dispatched step can touch it."""
-        blocks = list(blocks)
         source = self.source
-        if source is not None and blocks:
+        if source is None:
+            return
+        blocks = list(blocks)
+        if not self.clock.outstanding:
+            source.pool.free(blocks)
+        elif blocks:
             pool = source.pool
             self.clock.after_dispatched(lambda: pool.free(blocks))
 
@@ -160,6 +210,11 @@ class CacheCore:
     @property
     def all_quiet(self) -> bool:
         return not self.fences and not self.clock.outstanding
+
+    def num_quiet(self, beside: Sequence[int]) -> int:
+        """Free device blocks that are quiet, not counting `beside`. O(blocks that are not quiet)."""
+        readable = not self.clock.outstanding
+        return self.pool.num_quiet({*self.fences, *self.clock.busy, *beside}, readable=readable)
 
     # ------------------------------------------------------------------------------------------- reservations
     @property
@@ -179,13 +234,15 @@ class CacheCore:
     def update_reservation(self, inc: Incarnation) -> None:
         """What this request still needs to reach its first step, from its state alone."""
         device = host = 0
+        num_pages = len(inc.states)
         if not inc.released and not inc.held:
-            missing = max(0, inc.target_pages - inc.num_pages)
-            resident = missing
-            if inc.host_backed:
-                resident = min(missing, max(0, inc.window_pages - inc.num_pinned))
-            device = missing + resident * self.groups_per_page
-            host = max(0, inc.host_target_pages - inc.num_pages)
+            if num_pages < inc.target_pages:
+                missing = resident = inc.target_pages - num_pages
+                if inc.host_backed:
+                    resident = min(missing, max(0, inc.window_pages - inc.num_pinned))
+                device = missing + resident * self.groups_per_page
+            if num_pages < inc.host_target_pages:
+                host = inc.host_target_pages - num_pages
         self.reserved_device += device - inc.reserved_device
         self.reserved_host += host - inc.reserved_host
         inc.reserved_device, inc.reserved_host = device, host
@@ -198,12 +255,13 @@ class CacheCore:
         if self.source is not None:
             self.source.pool.check()
             self.source.published.check()
-        counts: Counter[PageState] = Counter()
+        counts = [0] * len(PageState)
         for inc in self.live.values():
             _check_incarnation(inc, self.groups_per_page)
-            counts.update(inc.states)
-        if +counts != +self.page_counts:
-            raise InvariantError(f"page states counted {dict(+self.page_counts)}, held {dict(+counts)}")
+            for state in PageState:
+                counts[state] += inc.states.count(state)
+        if counts != self.page_counts:
+            raise InvariantError(f"page states counted {self.page_counts}, held {counts}")
         for name in ("device", "host"):
             total = sum(getattr(inc, f"reserved_{name}") for inc in self.live.values())
             if total != getattr(self, f"reserved_{name}"):
@@ -212,24 +270,30 @@ class CacheCore:
 
 def _check_incarnation(inc: Incarnation, groups: int) -> None:
     who = f"request {inc.request_id!r}"
-    if not len(inc.states) == len(inc.indexer) == len(inc.host) == len(inc.resident):
+    if not len(inc.states) == len(inc.indexer) == len(inc.host):
         raise InvariantError(f"{who}: page lists differ in length")
     pinned = sum(state in PINNED for state in inc.states)
-    spilling = sum(state is PageState.SPILLING for state in inc.states)
-    absent = sum(not blocks for blocks in inc.resident)
-    clean = {page for page, state in enumerate(inc.states) if state is PageState.CLEAN_PINNED}
-    if (pinned, spilling, absent, clean) != (inc.num_pinned, inc.num_spilling, inc.num_absent, inc.clean_pinned):
-        raise InvariantError(f"{who}: counts of pages {(inc.num_pinned, inc.num_spilling, inc.num_absent)} are off")
-    for page, (state, blocks) in enumerate(zip(inc.states, inc.resident, strict=True)):
-        if state is PageState.NONE:
-            raise InvariantError(f"{who}: page {page} is in the table in state NONE")
-        if groups and (state in READABLE_ON_GPU) != bool(blocks) and state is not PageState.IMPORTING:
-            raise InvariantError(f"{who}: page {page} is {state.name} with resident blocks {blocks}")
-        if blocks and len(blocks) != groups:
-            raise InvariantError(f"{who}: page {page} has {len(blocks)} resident blocks for {groups} groups")
+    spilling = inc.states.count(PageState.SPILLING)
+    clean = {page for page, state in enumerate(inc.states) if state == PageState.CLEAN_PINNED}
+    if (pinned, spilling, clean) != (inc.num_pinned, inc.num_spilling, inc.clean_pinned):
+        raise InvariantError(f"{who}: counts of pages {(inc.num_pinned, inc.num_spilling)} are off")
+    if inc.states.count(PageState.NONE):
+        raise InvariantError(f"{who}: page {inc.states.index(PageState.NONE)} is in the table in state NONE")
+    if any(not 0 <= page < inc.num_pages for page in inc.resident):
+        raise InvariantError(f"{who}: resident pages {sorted(inc.resident)} of {inc.num_pages} pages")
+    for page, state in enumerate(inc.states):
+        resident = inc.resident.get(page)
+        if groups and (state in READABLE_ON_GPU) != (resident is not None) and state != PageState.IMPORTING:
+            raise InvariantError(f"{who}: page {page} is {PageState(state).name} with resident blocks {inc.blocks(page)}")
         if not inc.indexer[page]:
             raise InvariantError(f"{who}: page {page} has no indexer block")
-        if state is PageState.CLEAN_LOOSE:
-            shared = inc.shared.get(page)
-            if shared is None or (inc, page) not in shared.owners or not shared.alive or shared.blocks != blocks:
-                raise InvariantError(f"{who}: loose page {page} is not an owner of its blocks")
+        if resident is None:
+            continue
+        if len(resident.blocks) != groups:
+            raise InvariantError(f"{who}: page {page} has {len(resident.blocks)} resident blocks for {groups} groups")
+        if not resident.alive:
+            raise InvariantError(f"{who}: page {page} reads blocks {resident.blocks} after their reuse")
+        if state == PageState.CLEAN_LOOSE and (resident.owners or {}).get(inc) != page:
+            raise InvariantError(f"{who}: loose page {page} is not an owner of its blocks")
+        if state in PINNED and resident.pins < 1:
+            raise InvariantError(f"{who}: page {page} is {PageState(state).name} without a pin on {resident.blocks}")

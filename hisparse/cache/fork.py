@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from hisparse.cache.coordinator import HiSparseCoordinator
-from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import DURABLE, PINNED, PageEvent
-from hisparse.cache.spills import TransferKind
 from hisparse.types import PageCopy
 
 
@@ -47,21 +46,19 @@ class Fork:
         shared = self.num_shared_pages(parent)
         core.pool.touch(parent.indexer[:shared])
         core.source.pool.touch(parent.host[:shared])
-        for page in range(shared):
-            core.append_page(child, PageEvent.HOST_HIT, indexer=parent.indexer[page], host=parent.host[page],
-                             resident=ABSENT)
+        core.append_pages(child, PageEvent.HOST_HIT, indexer=parent.indexer[:shared], host=parent.host[:shared])
         child.published = min(parent.published, shared)
         child.sealed = child.spill_cursor = child.spill_target = shared
-        child.valid = parent.valid
+        child.valid = child.planned = parent.valid
         end = core.layout.pages(parent.valid)
         indexer = core.indexer.allocate(end - shared)
         resident = core.residents.allocate(end - shared)
         host = core.source.allocate(end - shared)
         assert indexer is not None and resident is not None and host is not None
-        for i, page in enumerate(range(shared, end)):
-            core.append_page(child, PageEvent.FORK, indexer=indexer[i], host=host[i], resident=resident[i])
+        core.append_pages(child, PageEvent.FORK, indexer=indexer, host=host)
+        for page, blocks in enumerate(resident, shared):
+            self.residency.new(child, page, blocks)
             self._copy(parent, child, page)
-        core.tables.pages(child, range(end))
         if parent.has_hot:
             self.residency.allocate_hot(child)
         for page in range(shared):
@@ -69,18 +66,9 @@ class Fork:
 
     def _share(self, parent: Incarnation, child: Incarnation, page: int) -> None:
         """A resident durable page of the parent is also read by the child: loose if it has a region, else pinned."""
-        core, shared = self.core, parent.shared.get(page)
-        if shared is None:
-            return
-        if child.has_hot:
-            core.move(child, page, PageEvent.ADOPT_LOOSE)
-            shared.owners[child, page] = None
-            core.pool.watch([b for b in shared.blocks if not core.pool.is_free(b)], shared.on_reuse)
-        else:
-            core.pool.touch(shared.blocks)
-            core.move(child, page, PageEvent.ADOPT_PINNED)
-        child.shared[page] = shared
-        core.set_resident(child, page, shared.blocks)
+        resident = parent.resident.get(page)
+        if resident is not None:
+            self.residency.share(child, page, resident)
 
     def _copy(self, parent: Incarnation, child: Incarnation, page: int) -> None:
         """Both ends stay pinned until every rank has reported."""
@@ -89,7 +77,7 @@ class Fork:
         size = core.block_size
         rows = min(size, parent.valid - page * size)
         pairs = ((parent.indexer[page], child.indexer[page]),
-                 *zip(parent.resident[page], child.resident[page], strict=True))
+                 *zip(parent.blocks(page), child.blocks(page), strict=True))
         # Host rows of an unsealed page are mirrored as they are written; a sealed one is spilled by the child itself.
         host_pair = (parent.host[page], child.host[page]) if rows < size else None
         device_blocks = tuple(block for pair in pairs for block in pair)
@@ -97,6 +85,5 @@ class Fork:
         if host_pair is not None:
             core.source.pool.touch(host_pair)
         spills = self.coordinator.spills
-        transfer = spills.issue(TransferKind.PAGE_COPY, child, page, host_blocks=host_pair or (),
-                                device_blocks=device_blocks, num_workers=spills.num_ranks)
+        transfer = spills.issue_page_copy(child, page, host_blocks=host_pair or (), device_blocks=device_blocks)
         self.coordinator.add_page_copy(PageCopy(id=transfer.id, device_pairs=pairs, host_pair=host_pair, num_rows=rows))

@@ -5,85 +5,31 @@ Device managers narrow to the device pool; the source manager has a pool of its 
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 
 from hisparse.cache.block_pool import Accept, BlockPool
+from hisparse.cache.prefix_index import PrefixIndex, PublishedBlocks
 from hisparse.cache.request import Incarnation
 from hisparse.errors import InvariantError
 from hisparse.layout import HotGroup, IndexerGroup, ResidentGroup, SourceGroup
 
 
-class PublishedBlocks:
-    """Blocks findable by page key while their content stands: one block per key, dropped before it is handed out."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._block: dict[bytes, int] = {}
-        self._key: dict[int, bytes] = {}
-        self.num_evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._block)
-
-    def get(self, key: bytes) -> int | None:
-        return self._block.get(key)
-
-    def blocks(self) -> list[int]:
-        """Every published block, oldest first."""
-        return list(self._key)
-
-    def publish(self, key: bytes, block: int) -> bool:
-        """Makes a referenced block findable. False: the key stays with the block that has it."""
-        if key in self._block:
-            return False
-        if block in self._key:
-            raise InvariantError(f"{self._pool.name} block {block} is published already, under another key")
-        self._block[key], self._key[block] = block, key
-        self._pool.watch((block,), self._evict)
-        return True
-
-    def prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of published keys from the first one on."""
-        out = []
-        for key in keys:
-            block = self._block.get(key)
-            if block is None:
-                break
-            out.append(block)
-        return out
-
-    def clear(self) -> None:
-        """The pool is gone."""
-        self._block.clear()
-        self._key.clear()
-
-    def _evict(self, block: int) -> None:
-        del self._block[self._key.pop(block)]
-        self.num_evicted += 1
-
-    def check(self) -> None:
-        if len(self._block) != len(self._key):
-            raise InvariantError(f"{self._pool.name} pool: keys and blocks of the published pages differ in number")
-        for key, block in self._block.items():
-            if self._key.get(block) != key or not self._pool.is_watched(block):
-                raise InvariantError(f"{self._pool.name} block {block} is published but would be handed out unnoticed")
-
-
 class IndexerManager:
     """Indexer pages: one device block per page of every request; sealed ones are cached by page key."""
 
-    def __init__(self, group: IndexerGroup, pool: BlockPool) -> None:
+    def __init__(self, group: IndexerGroup, pool: BlockPool, index: PrefixIndex) -> None:
         self.group = group
         self.pool = pool
-        self.cached = PublishedBlocks(pool)
+        self.cached = PublishedBlocks.of_indexer(pool, index)
         self.unstored: dict[bytes, None] = {}
         """Keys sealed since the engine last asked, oldest first."""
         self.store_pins: dict[int, int] = {}
         """Block -> references held for stores."""
 
     def allocate(self, n: int, accept: Accept | None = None) -> list[int] | None:
-        ids = self.pool.allocate(n, accept)
-        return None if ids is None else ids.tolist()
+        return self.pool.take(n, accept)
 
     def seal(self, key: bytes, block: int, *, offer: bool) -> None:
         """A page is complete: findable from now on, and offered to the store."""
@@ -118,72 +64,89 @@ class HiSparseResidentManager:
     def __init__(self, groups: Sequence[ResidentGroup], pool: BlockPool) -> None:
         self.groups = tuple(groups)
         self.pool = pool
-
-    @property
-    def blocks_per_page(self) -> int:
-        return len(self.groups)
+        self.blocks_per_page = len(self.groups)
 
     def allocate(self, num_pages: int, accept: Accept | None = None) -> list[tuple[int, ...]] | None:
         """One tuple of blocks per page. Blocks of one group are contiguous where the pool is."""
-        n = len(self.groups)
-        ids = self.pool.allocate(num_pages * n, accept)
+        ids = self.pool.take(num_pages * self.blocks_per_page, accept)
         if ids is None:
             return None
-        return [tuple(page) for page in ids.reshape(n, num_pages).T.tolist()]
+        if num_pages == 1:
+            return [tuple(ids)]
+        return [tuple(ids[page::num_pages]) for page in range(num_pages)]
 
 
 class HiSparseHotManager:
-    """Hot regions: at first `blocks_per_group` device blocks in every hot group, all or none.
+    """Hot regions: at first `start_blocks[g]` device blocks in every hot group g, all or none.
+
+    A region grows by levels: each adds one block in every group that is below its `max_blocks[g]`.
 
     Attributes:
-        rows: of a region at first. max_blocks_per_group: limit of its elastic growth.
-        grown: (request, page of its region) beyond the starting size, in the order in which they were added.
+        grown: (request, level) -> blocks, for every level beyond the start, in the order in which they were added.
+        level_groups: by level - 1, the hot groups that get a block at it.
     """
 
-    def __init__(self, groups: Sequence[HotGroup], pool: BlockPool, *, rows: int, blocks_per_group: int,
-                 max_blocks_per_group: int) -> None:
+    def __init__(self, groups: Sequence[HotGroup], pool: BlockPool, *, start_blocks: Sequence[int],
+                 max_blocks: Sequence[int], block_size: int) -> None:
         self.groups = tuple(groups)
         self.pool = pool
-        self.rows = rows
-        self.blocks_per_group = blocks_per_group
-        self.max_blocks_per_group = max_blocks_per_group
-        self.grown: dict[tuple[Incarnation, int], None] = {}
-
-    @property
-    def region_blocks(self) -> int:
+        self.block_size = block_size
+        self.start_blocks = tuple(start_blocks)
+        self.max_blocks = tuple(max_blocks)
+        spans = [most - start for start, most in zip(self.start_blocks, self.max_blocks, strict=True)]
+        self.level_groups = tuple(
+            tuple(g for g, span in enumerate(spans) if span >= level) for level in range(1, max(spans) + 1))
+        self.region_blocks = sum(self.start_blocks)
         """Blocks of one request's region over all hot groups, at its starting size."""
-        return len(self.groups) * self.blocks_per_group
-
-    @property
-    def elastic_blocks(self) -> int:
+        self.grown: dict[tuple[Incarnation, int], int] = {}
+        self.elastic_blocks = 0
         """Blocks of all regions beyond their starting size."""
-        return len(self.groups) * len(self.grown)
 
-    def allocate(self) -> list[list[int]] | None:
+    def allocate(self) -> list[array[int]] | None:
         """A region of the starting size, by group."""
-        ids = self.pool.allocate(self.region_blocks)
-        return None if ids is None else [list(part) for part in ids.reshape(len(self.groups), -1).tolist()]
+        ids = self.pool.take(self.region_blocks)
+        if ids is None:
+            return None
+        ends = list(itertools.accumulate(self.start_blocks))
+        return [array("i", ids[end - count : end]) for end, count in zip(ends, self.start_blocks, strict=True)]
+
+    def add_level(self, inc: Incarnation, blocks: Sequence[int]) -> None:
+        """One level more, with a block for each of its groups."""
+        groups = self.level_groups[inc.hot_level]
+        inc.hot_level += 1
+        for g, block in zip(groups, blocks, strict=True):
+            inc.hot[g].append(block)
+        self.grown[inc, inc.hot_level] = len(groups)
+        self.elastic_blocks += len(groups)
+
+    def remove_last_level(self) -> tuple[Incarnation, list[int]]:
+        """The level added last goes. Returns its request and blocks."""
+        (inc, level), count = self.grown.popitem()
+        self.elastic_blocks -= count
+        inc.hot_level = level - 1
+        return inc, [inc.hot[g].pop() for g in self.level_groups[level - 1]]
 
     def forget(self, inc: Incarnation) -> None:
         """The request's region goes as a whole."""
-        for page in range(self.blocks_per_group, len(inc.hot[0])):
-            del self.grown[inc, page]
+        for level in range(1, inc.hot_level + 1):
+            self.elastic_blocks -= self.grown.pop((inc, level))
+        inc.hot_level = 0
 
     def crash(self) -> None:
         """Every device block is void."""
         self.grown.clear()
+        self.elastic_blocks = 0
 
 
 class HiSparseSourceManager:
     """Host pages: one host block per page; published ones are found by page key."""
 
-    def __init__(self, group: SourceGroup, pool: BlockPool) -> None:
+    def __init__(self, group: SourceGroup, pool: BlockPool, index: PrefixIndex) -> None:
         if group.block_pool_id is not None:
             raise InvariantError("the source group must not be in a device pool")
         self.group = group
         self.pool = pool
-        self.published = PublishedBlocks(pool)
+        self.published = PublishedBlocks.of_host(pool, index)
 
     def allocate(self, n: int) -> list[int] | None:
-        ids = self.pool.allocate(n)
-        return None if ids is None else ids.tolist()
+        return self.pool.take(n)

@@ -18,9 +18,13 @@ class Growth:
 
     def grow(self, inc: Incarnation, num_tokens: int) -> bool:
         """Pages up to the position that follows the next `num_tokens`. False = no room now, no page was added."""
-        first = min(inc.valid, inc.identity.num_tokens - 1)
-        new = max(0, self.core.layout.pages(first + num_tokens) - inc.num_pages)
         core = self.core
+        first = inc.planned if inc.planned != inc.valid else min(inc.valid, inc.identity.keys.num_tokens - 1)
+        new = -(-(first + num_tokens) // core.block_size) - len(inc.states)
+        if new <= 0:
+            if inc.hot or not inc.hot_required:
+                return True
+            new = 0
         need = new * (1 + core.groups_per_page)
         hot = core.hot
         if hot is not None and inc.hot_required and not inc.has_hot:
@@ -64,7 +68,8 @@ class Growth:
         if indexer is None or resident is None or host is None:
             raise InvariantError(f"request {inc.request_id!r}: {count} pages were counted as available but are not")
         first = inc.num_pages
-        for i in range(count):
-            core.append_page(inc, PageEvent.ALLOC, indexer=indexer[i], host=host[i], resident=resident[i])
-        core.tables.pages(inc, range(first, first + count))
+        core.append_pages(inc, PageEvent.ALLOC, indexer=indexer, host=host)
+        for page, blocks in enumerate(resident, first):
+            self.residency.new(inc, page, blocks)
+        self.residency.unpin_clean(inc)  # the tail moved on
         core.update_reservation(inc)

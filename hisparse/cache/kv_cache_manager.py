@@ -21,25 +21,26 @@ from hisparse.cache.groups import (
 )
 from hisparse.cache.growth import Growth
 from hisparse.cache.loads import Loads
-from hisparse.cache.mirrors import uncover
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
+from hisparse.cache.prefix_index import PrefixIndex
+from hisparse.cache.releaser import Releaser
 from hisparse.cache.report import PageView, collect_stats, held_pages, page_views
-from hisparse.cache.request import Identity, Incarnation
-from hisparse.cache.residency import PageEvent, PageState
+from hisparse.cache.request import Identity
+from hisparse.cache.retention import Retention
+from hisparse.cache.step_planner import StepPlanner
 from hisparse.cache.tables import TableChanges
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
 from hisparse.config import CacheConfig, hot_rows, hot_rows_max
 from hisparse.errors import ConfigError, InvariantError, RequestError
-from hisparse.layout import KVCacheLayout
+from hisparse.layout import KVCacheLayout, check_query_rows
 from hisparse.types import (
     BlockTableUpdate,
     HiSparseWorkerOutput,
     Landing,
     PageGenerations,
     RequestPages,
-    SeatReset,
     SparseKVOffloadCommand,
 )
 
@@ -56,6 +57,7 @@ class KVCacheManager:
         num_host_blocks: blocks of the host pool incl. its null block (0 when HiSparse is off).
         max_seats: requests that may hold blocks of a running request at once.
         max_query_tokens: most tokens of one request in one step.
+        lookahead_tokens: draft tokens that a decode step may add; admission counts their rows.
         num_ranks: ranks that acknowledge restores and page copies; num_host_writers: those that acknowledge spills.
         indexer_offload: store of indexer pages outside the device pool, or None.
         incarnation: of the workers; default a random 64-bit number. Block generations start there.
@@ -65,7 +67,7 @@ class KVCacheManager:
 
     def __init__(self, layout: KVCacheLayout, config: CacheConfig, *, num_host_blocks: int, max_model_len: int,
                  max_seats: int, max_query_tokens: int, num_ranks: int, num_host_writers: int = 1,
-                 indexer_offload: IndexerStore | None = None, incarnation: int | None = None,
+                 lookahead_tokens: int = 0, indexer_offload: IndexerStore | None = None, incarnation: int | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.layout = layout
         self.config = config
@@ -75,21 +77,24 @@ class KVCacheManager:
         if incarnation is None:
             incarnation = secrets.randbits(64)
         pool = BlockPool(config.device_blocks, incarnation=incarnation, name="device")
+        index = PrefixIndex()
         hot = source = None
         watermark = 0
         if config.enabled:
             _check_host_pool(layout, num_host_blocks, max_model_len)
             rows = hot_rows(config, layout)
-            hot = HiSparseHotManager(layout.hots, pool, rows=rows, blocks_per_group=layout.hot_blocks(rows),
-                                     max_blocks_per_group=layout.hot_blocks(hot_rows_max(config, layout)))
+            check_query_rows(rows, layout.shape.top_k, lookahead_tokens)
+            hot = HiSparseHotManager(
+                layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(n) for n in rows],
+                max_blocks=[layout.hot_blocks(n) for n in hot_rows_max(config, layout)])
             source = HiSparseSourceManager(
-                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"))
+                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
             watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
         self.core = CacheCore(
             layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
             prefix_cache=config.prefix_cache and config.enabled, pool=pool,
-            indexer=IndexerManager(layout.indexer, pool), residents=HiSparseResidentManager(layout.residents, pool),
-            hot=hot, source=source, tables=TableChanges(layout, enabled=config.enabled),
+            indexer=IndexerManager(layout.indexer, pool, index), residents=HiSparseResidentManager(layout.residents, pool),
+            hot=hot, source=source, tables=TableChanges(layout, enabled=config.enabled), index=index,
         )
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)
@@ -99,19 +104,21 @@ class KVCacheManager:
             self.coordinator = HiSparseCoordinator(
                 self.core, self.residency, self.loads, num_writers=num_host_writers, num_ranks=num_ranks,
                 incarnation=incarnation, deadline_s=config.transfer_deadline_s, clock=clock)
-        self._offload = indexer_offload
         self._identities: dict[str, Identity] = {}
-        self._admitter = Admitter(self.core, self.residency, self.loads, AdmissionArithmetic(self.core, config),
+        self._fingerprint = layout.fingerprint()
+        arithmetic = AdmissionArithmetic(self.core, config, lookahead_tokens=lookahead_tokens)
+        self._admitter = Admitter(self.core, self.residency, self.loads, arithmetic,
                                   elastic=self.elastic, max_seats=max_seats, offload=indexer_offload)
         self._growth = Growth(self.core, self.residency)
-        self._steps: dict[int, list[tuple[Incarnation, int]]] = {}
+        self._steps = StepPlanner(self.core, self.coordinator, self.elastic, offload=indexer_offload is not None)
+        self._releaser = Releaser(self.core, self.residency, self.coordinator, self._admitter, indexer_offload)
         self.last_command: SparseKVOffloadCommand | None = None
         """What the last `plan_step` returned, for the connector to carry."""
 
     # ------------------------------------------------------------------------------------------- identity
     def open(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys | None = None,
-             max_tokens: int) -> None:
-        """Registers a request and computes its page keys once. Takes no blocks.
+             max_tokens: int, retention: Retention | None = None) -> None:
+        """Registers a request and computes its page keys once. Takes no blocks. `retention`: None = every full page.
 
         Raises:
             RequestError: it can never fit (with the numbers). InvariantError: the id is open already.
@@ -130,15 +137,14 @@ class KVCacheManager:
         keys.extend(token_ids)
         self._identities[request_id] = Identity(
             request_id=request_id, keys=keys, num_prompt_tokens=num_tokens, max_tokens=max_tokens,
-            max_rows=min(num_tokens + max_tokens - 1, self.max_model_len))
+            max_rows=min(num_tokens + max_tokens - 1, self.max_model_len), retention=retention)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Accepted (sampled) tokens join the identity."""
-        identity = self._identity(request_id)
-        identity.keys.extend(token_ids)
-        inc = self.core.live.get(request_id)
-        if inc is not None:
-            self._seal(inc)
+        if self._identity(request_id).keys.extend(token_ids):
+            inc = self.core.live.get(request_id)
+            if inc is not None:
+                self._steps.seal(inc)
 
     def close(self, request_id: str) -> None:
         """Forgets the identity; frees first if it still holds blocks. Unknown ids are ignored."""
@@ -185,7 +191,8 @@ class KVCacheManager:
             return None
         keys = parent.identity.keys.copy()
         identity = Identity(request_id=child_id, keys=keys, num_prompt_tokens=keys.num_tokens, max_tokens=max_tokens,
-                            max_rows=min(keys.num_tokens + max_tokens - 1, self.max_model_len))
+                            max_rows=min(keys.num_tokens + max_tokens - 1, self.max_model_len),
+                            retention=parent.identity.retention)
         self._identities[child_id] = identity
         child = self._admitter.take_seat(identity)
         fork.fill(parent, child)
@@ -211,7 +218,7 @@ class KVCacheManager:
             valid = load.inc.valid if load is not None else 0
         inc = self.core.live.get(request_id)
         if inc is not None and not inc.loading:
-            self._seal(inc)
+            self._steps.seal(inc)
             self.core.update_reservation(inc)
         return valid
 
@@ -221,27 +228,8 @@ class KVCacheManager:
         Args:
             step: strictly increasing. scheduled: (request id, first position, tokens), after the last allocation.
         """
-        core = self.core
-        for request_id, first, num_tokens in scheduled:
-            inc = core.incarnation(request_id)
-            if inc.loading or inc.held or first > inc.valid or first + num_tokens > inc.num_pages * self.layout.block_size:
-                raise InvariantError(
-                    f"request {request_id!r} scheduled for {num_tokens} tokens from position {first}: it has {inc.valid} "
-                    f"valid rows and {inc.num_pages} pages (loading: {inc.loading}, held: {inc.held})")
-        command = None
-        if self.coordinator is not None:
-            self.elastic.restore_watermark()
-            for request_id in core.live:
-                self.coordinator.update_residency(request_id)
-            mirrors = self.coordinator.build_row_mirrors(scheduled)
-            self.coordinator.plan_prefix_materialization(scheduled)
-            command = self.coordinator.build_offload_command(step, mirrors)
-        else:
-            core.pool.take_handed_out()
-        self._steps[step] = [(core.live[request_id], first + num_tokens) for request_id, first, num_tokens in scheduled]
-        core.clock.dispatch(step)
-        self.last_command = command
-        return command
+        self.last_command = self._steps.plan(step, scheduled)
+        return self.last_command
 
     def take_table_updates(self) -> tuple[BlockTableUpdate, ...]:
         """Table updates since the last call, when HiSparse is off (otherwise they travel in the command)."""
@@ -249,13 +237,7 @@ class KVCacheManager:
 
     def retire(self, step: int, computed: Mapping[str, int]) -> None:
         """The output of every rank for `step` is back; `computed` = tokens now in cache per request of that step."""
-        for done in [number for number in self._steps if number <= step]:
-            for inc, end in self._steps.pop(done):
-                rows = computed.get(inc.request_id)
-                if not inc.released and rows is not None and done == step:
-                    self._advance(inc, rows, end)
-        self.core.clock.retire(step)
-        self.elastic.grow()
+        self._steps.retire(step, computed)
 
     def on_worker_output(self, outputs: Sequence[HiSparseWorkerOutput]) -> None:
         """Acknowledgements of transfers."""
@@ -268,14 +250,14 @@ class KVCacheManager:
         if inc is None:
             return
         self.core.counters.preemptions += 1
-        self._store_indexer(inc)
-        self._release(inc, finished=False)
+        self._releaser.store_indexer(inc)
+        self._releaser.release(inc, finished=False)
 
     def free(self, request_id: str, *, finished: bool = True) -> None:
         """Gives everything back. finished: spills under way are published when they complete. Idempotent."""
         inc = self.core.live.get(request_id)
         if inc is not None:
-            self._release(inc, finished=finished)
+            self._releaser.release(inc, finished=finished)
 
     def computed_tokens(self, request_id: str) -> int:
         """Tokens whose KV is valid; 0 when it holds nothing."""
@@ -314,14 +296,7 @@ class KVCacheManager:
         Lists a resident block only if it is pinned and a host block only if it is durable. Ends with `free`.
         """
         inc = self.core.incarnation(request_id)
-        if inc.loading:
-            raise InvariantError(f"request {request_id!r} cannot be held while a load is pending")
-        if self.coordinator is not None and self.coordinator.spills.awaits_copy(inc):
-            raise InvariantError(f"request {request_id!r} cannot be held before its forked pages are filled")
-        if not inc.held:
-            self._leave_seat(inc)
-            inc.held = True
-            self.core.update_reservation(inc)
+        self._releaser.hold(inc)
         return held_pages(self.core, inc)
 
     # ------------------------------------------------------------------------------------------- scheduler queries
@@ -350,29 +325,12 @@ class KVCacheManager:
 
     def worker_lost(self, new_incarnation: int, *, host_pool_lost: bool = False) -> None:
         """All device state is void; durable host pages stay unless the pool died too. Requests must be re-admitted."""
-        core = self.core
-        core.counters.workers_lost += 1
+        self.core.counters.workers_lost += 1
         if self.coordinator is not None:
             self.coordinator.crash(new_incarnation)
         self.loads.crash()
-        for inc in list(core.live.values()):
-            for page in range(inc.num_pages):
-                core.move(inc, page, PageEvent.CRASH)
-            if core.source is not None:
-                core.source.pool.free(block for block in reversed(inc.host) if block)
-            self._forget(inc)
-        core.clock.abandon()
-        core.tables.clear()
-        self.residency.crash()
-        core.indexer.crash()
-        if core.hot is not None:
-            core.hot.crash()
-        core.pool.reset(new_incarnation)
-        if core.source is not None and host_pool_lost:
-            core.source.published.clear()
-            core.source.pool.reset(new_incarnation)
-        self._admitter.crash()
-        self._steps.clear()
+        self._releaser.crash(new_incarnation, host_pool_lost=host_pool_lost)
+        self._steps.crash()
 
     def check(self) -> None:
         """Raises InvariantError unless both pools and every account are consistent."""
@@ -396,81 +354,14 @@ class KVCacheManager:
         return page_views(self.core.incarnation(request_id))
 
     def published_host_blocks(self) -> tuple[int, ...]:
-        """Host blocks that a prefix hit can find, the first published first; () when HiSparse is off."""
+        """Host blocks that can be found by their page key, oldest first."""
         return tuple(self.core.source.published.blocks()) if self.core.source is not None else ()
-
-    # ------------------------------------------------------------------------------------------- parts of the above
-    @property
-    def _fingerprint(self) -> str:
-        return self.layout.fingerprint()
 
     def _identity(self, request_id: str) -> Identity:
         identity = self._identities.get(request_id)
         if identity is None:
             raise InvariantError(f"request {request_id!r} is not open")
         return identity
-
-    def _advance(self, inc: Incarnation, rows: int, end: int) -> None:
-        """A step of this request retired with `rows` rows in cache, of `end` planned."""
-        if not inc.valid <= rows <= max(end, inc.valid):
-            raise InvariantError(f"request {inc.request_id!r}: {rows} rows after a step that had {inc.valid}, planned {end}")
-        if rows < end:
-            uncover(self.core, inc, rows)
-            if inc.has_hot:
-                self.core.tables.reset(SeatReset(seat=inc.seat, from_slot=-1, from_position=rows))
-        inc.valid = rows
-        self._seal(inc)
-
-    def _seal(self, inc: Incarnation) -> None:
-        """Pages whose rows and tokens are all accepted: their indexer pages become findable, durable ones published."""
-        core = self.core
-        limit = min(inc.valid // self.layout.block_size, len(inc.identity.keys.keys))
-        while inc.sealed < limit and not inc.loading:
-            core.indexer.seal(inc.identity.keys.keys[inc.sealed], inc.indexer[inc.sealed],
-                              offer=self._offload is not None)
-            inc.sealed += 1
-        if self.coordinator is not None and not inc.loading:
-            self.coordinator.publication.advance(inc)
-
-    def _store_indexer(self, inc: Incarnation) -> None:
-        """Plans the store of the victim's sealed indexer pages that the engine has not asked for yet."""
-        indexer = self.core.indexer
-        if self._offload is None:
-            return
-        for page in range(inc.sealed):
-            key = inc.identity.keys.keys[page]
-            if key not in indexer.unstored:
-                continue
-            del indexer.unstored[key]
-            block = indexer.cached.get(key)
-            if block is not None and self._offload.plan_store(key, block):
-                indexer.pin_for_store(block)
-
-    def _release(self, inc: Incarnation, *, finished: bool) -> None:
-        """Every hold of this admission goes; what outside writers and copies still touch stays pinned by them."""
-        core = self.core
-        if self.coordinator is not None:
-            self.coordinator.free(inc, finished=finished)
-        for page in reversed(range(inc.num_pages)):
-            self.residency.release_page(inc, page, PageEvent.FREE)
-        core.free_device(block for block in reversed(inc.indexer) if block)
-        self._leave_seat(inc)
-        self._forget(inc)
-
-    def _leave_seat(self, inc: Incarnation) -> None:
-        if inc.seat < 0:
-            return
-        self.residency.release_hot(inc)
-        self.core.tables.seat_emptied(inc)
-        self._admitter.give_back_seat(inc.seat)
-        inc.seat = -1
-
-    def _forget(self, inc: Incarnation) -> None:
-        core = self.core
-        inc.released = True
-        core.update_reservation(inc)
-        core.page_counts[PageState.NONE] -= inc.num_pages
-        del core.live[inc.request_id]
 
 
 def _check_host_pool(layout: KVCacheLayout, num_host_blocks: int, max_model_len: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hisparse.cache.core import ABSENT, CacheCore
+from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import PageEvent
@@ -25,8 +27,8 @@ class Load:
     landing: Landing | None
     import_tokens: int
     """End of the imported positions; 0 = no import."""
-    device_blocks: tuple[int, ...]
-    host_blocks: tuple[int, ...]
+    device_blocks: Sequence[int]
+    host_blocks: Sequence[int]
 
 
 class Loads:
@@ -68,13 +70,12 @@ class Loads:
         host = core.source.allocate(end - first) if core.source is not None else [0] * (end - first)
         if indexer is None or resident is None or host is None:
             raise InvariantError(f"request {inc.request_id!r}: admission counted wrong, no blocks for its load")
-        for page in range(gpu_pages, hit_pages):
-            inc.indexer[page] = indexer[page - gpu_pages]
-        for page in range(first, end):
-            core.append_page(
-                inc, PageEvent.IMPORT_PLANNED, indexer=indexer[page - gpu_pages], host=host[page - first],
-                resident=resident[page - first_resident] if page >= first_resident else ABSENT)
-        core.tables.pages(inc, range(gpu_pages, end))
+        if gpu_pages < hit_pages:
+            inc.indexer[gpu_pages:hit_pages] = array("i", indexer[: hit_pages - gpu_pages])
+            core.tables.pages(inc, gpu_pages, hit_pages)
+        core.append_pages(inc, PageEvent.IMPORT_PLANNED, indexer=indexer[hit_pages - gpu_pages :], host=host)
+        for page, blocks in enumerate(resident, first_resident):
+            self.residency.new(inc, page, blocks)
         device_blocks = [*indexer, *(block for page in resident for block in page)]
         host_blocks = [block for block in inc.host[gpu_pages:end] if block]
         core.pool.touch(device_blocks)
@@ -82,7 +83,7 @@ class Loads:
             core.source.pool.touch(host_blocks)
         load = Load(inc=inc, keep_pages=gpu_pages if gpu_pages < hit_pages else hit_pages,
                     hit_pages=hit_pages, landing=landing, import_tokens=import_tokens if landing is not None else 0,
-                    device_blocks=tuple(device_blocks), host_blocks=tuple(host_blocks))
+                    device_blocks=device_blocks, host_blocks=host_blocks)
         self.pending[inc.request_id] = load
         inc.loading = True
         core.counters.imports_started += landing is not None
@@ -113,15 +114,13 @@ class Loads:
 
     def _land(self, load: Load) -> None:
         core, inc = self.core, load.inc
-        inc.valid = max(load.hit_pages * core.block_size, load.import_tokens)
-        whole = load.import_tokens // core.block_size
-        for page in range(load.hit_pages, core.layout.pages(load.import_tokens)):
-            if load.landing is Landing.RESIDENT or page >= whole:
-                core.move(inc, page, PageEvent.IMPORT_OK_RESIDENT)
-            elif inc.resident[page]:
-                self.residency.clean(inc, page, PageEvent.IMPORT_OK_MIRRORED)
-            else:
-                core.move(inc, page, PageEvent.IMPORT_OK_HOST)
+        inc.valid = inc.planned = max(load.hit_pages * core.block_size, load.import_tokens)
+        end, whole = core.layout.pages(load.import_tokens), load.import_tokens // core.block_size
+        on_host = load.hit_pages if load.landing is Landing.RESIDENT else max(load.hit_pages, min(whole, end))
+        first_resident = self._first_resident(load.hit_pages, max(load.hit_pages, end), load.landing)
+        core.move_run(inc, load.hit_pages, min(on_host, first_resident), PageEvent.IMPORT_OK_HOST)
+        core.move_run(inc, first_resident, on_host, PageEvent.IMPORT_OK_MIRRORED)
+        core.move_run(inc, on_host, end, PageEvent.IMPORT_OK_RESIDENT)
         if load.landing is Landing.HOST:
             inc.spill_cursor = inc.spill_target = max(inc.spill_cursor, whole)
         self.residency.unpin_clean(inc)
@@ -129,19 +128,18 @@ class Loads:
     def _roll_back(self, load: Load) -> None:
         """Nothing of the load is valid; the pages go, and a recompute takes fresh blocks."""
         core, inc = self.core, load.inc
-        host: list[int] = []
-        for page in reversed(range(load.keep_pages, inc.num_pages)):
-            self.residency.release_page(
-                inc, page, PageEvent.IMPORT_FAILED if page >= load.hit_pages else PageEvent.REWIND)
-            core.free_device((inc.indexer[page],))
-            if inc.host[page]:
-                host.append(inc.host[page])
+        end = inc.num_pages
+        self.residency.release_pages(inc, load.hit_pages, end, PageEvent.IMPORT_FAILED)
+        self.residency.release_pages(inc, load.keep_pages, load.hit_pages, PageEvent.REWIND)
+        core.tables.resident(inc, load.keep_pages, end)
+        core.free_device([block for block in reversed(inc.indexer[load.keep_pages :]) if block])
+        core.free_host_after_steps([block for block in reversed(inc.host[load.keep_pages :]) if block])
+        while inc.num_pages > load.keep_pages:
             core.drop_last_page(inc)
-        core.free_host_after_steps(host)
-        core.tables.pages(inc, ())
+        core.tables.pages(inc, inc.num_pages, inc.num_pages)
         if inc.has_hot:
             core.tables.reset(SeatReset(seat=inc.seat, from_slot=0, from_position=0))
-        inc.valid = load.keep_pages * core.block_size
+        inc.valid = inc.planned = load.keep_pages * core.block_size
         inc.published = min(inc.published, load.keep_pages)
         inc.sealed = min(inc.sealed, load.keep_pages)
         inc.spill_cursor = inc.spill_target = load.keep_pages

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hisparse.errors import RequestError
+
 KEY_BYTES = 32
-_VERSION = b"hisparse-page-key-v1"
+_VERSION = b"hisparse-page-key-v2"
 _FIELDS = ("lora_id", "cache_salt", "multimodal_hash")
 
 
@@ -48,7 +52,7 @@ def prompt_digest(layout_fingerprint: str, extra: ExtraKeys, token_ids: Sequence
 class PageKeys:
     """Keys of the full pages of one growing token list. `keys[i]` covers tokens [0, (i + 1) * block_size).
 
-    With `enabled=False` only counts tokens. A key is SHA-256(parent key, the page's tokens as little-endian int64).
+    With `enabled=False` only counts tokens. A key is SHA-256(parent key, the page's tokens as little-endian uint32).
     """
 
     __slots__ = ("_parent", "_tail", "block_size", "enabled", "keys", "num_tokens")
@@ -67,23 +71,39 @@ class PageKeys:
         other.keys, other.num_tokens, other._tail = list(self.keys), self.num_tokens, list(self._tail)
         return other
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens; hashes every page that became full."""
-        self.num_tokens += len(token_ids)
+    def extend(self, token_ids: Sequence[int]) -> bool:
+        """Appends tokens; hashes every page that became full. True: there was one.
+
+        Raises:
+            RequestError: a token id outside 0..2**32-1; nothing was appended.
+        """
+        tail = self._tail
         if not self.enabled:
-            return
-        if len(self._tail) + len(token_ids) < self.block_size:
-            self._tail.extend(token_ids)
-            return
-        tokens = [*self._tail, *token_ids] if self._tail else token_ids
+            self.num_tokens += len(token_ids)
+            return False
+        if len(tail) + len(token_ids) < self.block_size:
+            tail.extend(token_ids)
+            self.num_tokens += len(token_ids)
+            return False
+        tokens = [*tail, *token_ids] if tail else token_ids
         num_hashed = len(tokens) // self.block_size * self.block_size
-        data = np.array(tokens[:num_hashed], dtype="<i8").tobytes()
-        page_bytes = self.block_size * 8
+        data = _little_endian(tokens[:num_hashed])
+        self.num_tokens += len(token_ids)
+        page_bytes = self.block_size * 4
         parent, sha256 = self._parent, hashlib.sha256
         for first in range(0, len(data), page_bytes):
-            digest = sha256(parent)
-            digest.update(data[first : first + page_bytes])
-            parent = digest.digest()
+            parent = sha256(parent + data[first : first + page_bytes]).digest()
             self.keys.append(parent)
         self._parent = parent
         self._tail = list(tokens[num_hashed:])
+        return True
+
+
+def _little_endian(token_ids: Sequence[int]) -> bytes:
+    try:
+        words = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(f"token ids must be integers in 0..{2**32 - 1}: {error}", field="prompt") from error
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
-from hisparse.cache.request import Incarnation, SharedPage
+from hisparse.cache.request import Incarnation, ResidentPage
 from hisparse.cache.residency import DURABLE
 from hisparse.errors import InvariantError
 
@@ -16,32 +16,44 @@ class Publication:
     def __init__(self, core: CacheCore, residency: Residency) -> None:
         self.core = core
         self.residency = residency
-        self.detached: dict[Incarnation, dict[int, SharedPage]] = {}
+        self.detached: dict[Incarnation, dict[int, ResidentPage]] = {}
         """Finished requests with spills under way -> their pages that may yet become copies."""
 
-    def advance(self, inc: Incarnation) -> None:
-        """Publishes the pages of a live request that became durable and whose tokens are all accepted."""
-        limit = min(inc.valid // self.core.block_size, len(inc.identity.keys.keys))
-        while inc.published < limit and inc.states[inc.published] in DURABLE:
-            self._publish(inc, inc.published, inc.shared.get(inc.published))
-            inc.published += 1
+    def limit(self, inc: Incarnation) -> int:
+        """Pages that may be published: their rows are in cache, and their tokens accepted and hashed."""
+        return min(inc.valid // self.core.block_size, len(inc.identity.keys.keys))
 
-    def _publish(self, inc: Incarnation, page: int, shared: SharedPage | None) -> None:
+    def advance(self, inc: Incarnation) -> None:
+        """Publishes the pages of a live request that became durable, as far as its retention keeps them."""
+        first, limit, states = inc.published, self.limit(inc), inc.states
+        end = first
+        while end < limit and states[end] in DURABLE:
+            end += 1
+        if inc.identity.retention is not None:
+            end = self._retained(inc, end)
+        for page in range(first, end):
+            self._publish(inc, page, inc.resident.get(page))
+            inc.published = page + 1
+
+    def _retained(self, inc: Incarnation, end: int) -> int:
+        retention = inc.identity.retention
+        return end if retention is None else retention.pages(end, self.core.block_size)
+
+    def _publish(self, inc: Incarnation, page: int, resident: ResidentPage | None) -> None:
         source = self.core.source
         if source is None or not self.core.prefix_cache:
             return
         key = inc.identity.keys.keys[page]
-        host = inc.host[page]
-        if source.published.get(key) != host and source.published.publish(key, host):
+        if source.published.publish(key, inc.host[page]):
             self.core.counters.pages_published += 1
-        if shared is not None:
-            self.residency.record_copy(key, shared)
+        if resident is not None:
+            self.residency.record_copy(key, resident)
 
     # ------------------------------------------------------------------------------------------- after a finish
-    def detach(self, inc: Incarnation, durable: set[int], awaited: dict[int, SharedPage], limit: int) -> None:
+    def detach(self, inc: Incarnation, durable: set[int], awaited: dict[int, ResidentPage], limit: int) -> None:
         """The request finished with spills under way; keeps its host blocks until `spill_done` said the last one."""
         inc.detached_durable = durable
-        inc.detached_limit = min(limit, len(inc.identity.keys.keys))
+        inc.detached_limit = limit
         inc.retained_host = [block for block in inc.host if block]
         self.detached[inc] = awaited
 
@@ -52,26 +64,29 @@ class Publication:
         awaited = self.detached[inc]
         if durable:
             inc.detached_durable.add(page)
-        while inc.published < inc.detached_limit and inc.published in inc.detached_durable:
-            shared = awaited.pop(inc.published, None)
-            self._publish(inc, inc.published, shared)
-            if shared is not None:
-                self._stop_waiting(shared)
-            inc.published += 1
+        end = inc.published
+        while end < inc.detached_limit and end in inc.detached_durable:
+            end += 1
+        for page in range(inc.published, self._retained(inc, end)):
+            resident = awaited.pop(page, None)
+            self._publish(inc, page, resident)
+            if resident is not None:
+                self._stop_waiting(resident)
+            inc.published = page + 1
         if inc.pending_spills == 0:
             self.drop(inc)
 
     def drop(self, inc: Incarnation) -> None:
         """Ends a detached publication: host blocks go back, unpublished pages are no copies."""
-        for shared in self.detached.pop(inc).values():
-            self._stop_waiting(shared)
+        for resident in self.detached.pop(inc).values():
+            self._stop_waiting(resident)
         inc.detached_durable = None
         self.core.free_host_after_steps(reversed(inc.retained_host))
         inc.retained_host = []
 
-    def _stop_waiting(self, shared: SharedPage) -> None:
-        shared.awaited = False
-        self.residency.settle(shared)
+    def _stop_waiting(self, resident: ResidentPage) -> None:
+        resident.awaited = False
+        self.residency.settle(resident)
 
     def check(self) -> None:
         for inc in self.detached:

@@ -1,9 +1,12 @@
-"""Read-only views of the cache: gauges and counters, and the pages of a held request."""
+"""Read-only views of the cache: gauges and counters, and the pages of a request."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.request import Incarnation
@@ -13,22 +16,19 @@ from hisparse.types import PageGenerations, RequestPages
 
 
 class PageView(NamedTuple):
-    """One page of an admitted request as the coordinator sees it now.
-
-    Attributes:
-        indexer, host: its blocks; host is 0 when HiSparse is off.
-        resident: one block per resident group in the order of `layout.residents`, or () where it is not resident.
-    """
+    """Where one page of a request is. Blocks are 0 (or no tuple) where a tier does not have it."""
 
     state: PageState
     indexer: int
     host: int
     resident: tuple[int, ...]
+    """One block per resident group; () = not resident."""
 
 
 def page_views(inc: Incarnation) -> tuple[PageView, ...]:
-    """Every page of a request, by table entry. O(pages held): for tests and reports, not for the step."""
-    return tuple(map(PageView._make, zip(inc.states, inc.indexer, inc.host, inc.resident, strict=True)))
+    """Every page in order."""
+    return tuple(PageView(inc.state(page), inc.indexer[page], inc.host[page], inc.blocks(page))
+                 for page in range(inc.num_pages))
 
 
 def collect_stats(core: CacheCore, *, num_open: int, num_loads: int, num_transfers: int) -> CacheStats:
@@ -51,23 +51,35 @@ def collect_stats(core: CacheCore, *, num_open: int, num_loads: int, num_transfe
     )
 
 
+def resident_columns(core: CacheCore, inc: Incarnation, first: int, end: int | None = None, *,
+                     pinned_only: bool = False) -> tuple[tuple[int, ...], ...]:
+    """By resident group, the blocks of the pages [first, end); 0 = not resident (or loose, with `pinned_only`)."""
+    end = inc.num_pages if end is None else end
+    pages = [page for page in inc.resident
+             if first <= page < end and (not pinned_only or inc.states[page] in PINNED)]
+    columns = []
+    for group in range(core.groups_per_page):
+        column = [0] * (end - first)
+        for page in pages:
+            column[page - first] = inc.resident[page].blocks[group]
+        columns.append(tuple(column))
+    return tuple(columns)
+
+
 def held_pages(core: CacheCore, inc: Incarnation) -> tuple[RequestPages, PageGenerations]:
     """A held request's valid pages: resident blocks only where pinned, host blocks only where durable; else 0."""
     count = core.layout.pages(inc.valid)
-    states = inc.states[:count]
-    groups = range(core.groups_per_page)
-    resident = tuple(
-        tuple([blocks[g] if blocks and state in PINNED else 0
-               for blocks, state in zip(inc.resident, states, strict=False)]) for g in groups)
-    host = tuple([block if state in DURABLE else 0 for block, state in zip(inc.host, states, strict=False)])
-    pages = RequestPages(first_page=0, num_tokens=inc.valid, indexer_blocks=tuple(inc.indexer[:count]),
-                         resident_blocks=resident, host_blocks=host)
+    pages = RequestPages(
+        first_page=0, num_tokens=inc.valid, indexer_blocks=tuple(inc.indexer[:count]),
+        resident_blocks=resident_columns(core, inc, 0, count, pinned_only=True),
+        host_blocks=tuple([inc.host[page] if inc.states[page] in DURABLE else 0 for page in range(count)]))
     device = core.pool.generations
-
-    def generations(blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([int(device[block]) if block else 0 for block in blocks])
-
     host_generations = core.source.pool.generations if core.source is not None else device
+
+    def generations(of: npt.NDArray[np.uint64], blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([int(of[block]) if block else 0 for block in blocks])
+
     return pages, PageGenerations(
-        indexer=generations(pages.indexer_blocks), resident=tuple(generations(blocks) for blocks in resident),
-        host=tuple([int(host_generations[block]) if block else 0 for block in host]))
+        indexer=generations(device, pages.indexer_blocks),
+        resident=tuple([generations(device, blocks) for blocks in pages.resident_blocks]),
+        host=generations(host_generations, pages.host_blocks))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hisparse.cache.prefix import PageKeys
 from hisparse.cache.residency import PageState
+from hisparse.cache.retention import Retention
+from hisparse.types import MirrorSpan
+
+ABSENT: tuple[int, ...] = ()
+"""Resident blocks of a page that is not on the GPU."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -19,6 +25,8 @@ class Identity:
     """Rows of KV it can ever need: the last sampled token has none."""
     num_prompt_tokens: int
     max_tokens: int
+    retention: Retention | None = None
+    """Which prefixes of it are published; None = every full page."""
     spilled_pages: int = 0
     """Spills planned for it so far, over all its admissions."""
 
@@ -27,28 +35,39 @@ class Identity:
         return self.keys.num_tokens
 
 
-@dataclass(slots=True, eq=False)
-class SharedPage:
-    """The resident blocks (one per resident group) of one sealed, durable page, and who reads them without a reference.
+class ResidentPage:
+    """One page on the GPU: a block in every resident group, and who holds or reads it.
 
-    `owners` are (incarnation, page) that list the blocks in their tables as a loose page. `key` is set while `copies`
-    lists this page under it; `awaited` while a spill of a finished request may still make it a copy.
+    Attributes:
+        pins: holders (requests that list the page pinned, spills that copy it). While there is one, the page has one
+            reference on each block; without, the blocks are free, and readable as long as the page is `wanted`.
+        owners: incarnation -> its page, where the blocks are listed as a loose page, without a pin.
+        key: set while `copies` lists this page under it. awaited: a spill of a finished request may yet make it a copy.
+        copy_id: spill whose copy is in the stream (enqueued everywhere) and has not completed; 0 = none.
+        watched: the last pin went while the page was wanted: the pool calls the page before it hands one of the blocks out.
+            alive: that did not happen yet.
     """
 
-    blocks: tuple[int, ...]
-    reused: Callable[[SharedPage, int], None]
-    owners: dict[tuple[Incarnation, int], None] = field(default_factory=dict)
-    key: bytes | None = None
-    awaited: bool = False
-    alive: bool = True
+    __slots__ = ("alive", "awaited", "blocks", "copy_id", "key", "owners", "pins", "reused", "watched")
 
-    def on_reuse(self, block: int) -> None:
+    def __init__(self, blocks: tuple[int, ...], reused: Callable[[ResidentPage, int], None]) -> None:
+        self.blocks = blocks
+        self.reused = reused
+        self.pins = 1
+        self.owners: dict[Incarnation, int] | None = None
+        self.key: bytes | None = None
+        self.awaited = False
+        self.copy_id = 0
+        self.watched = False
+        self.alive = True
+
+    def __call__(self, block: int) -> None:
         """The pool hands out one of the blocks."""
         self.reused(self, block)
 
     @property
     def wanted(self) -> bool:
-        """Somebody could still read the blocks once nobody references them."""
+        """Somebody could still read the blocks once nobody pins them."""
         return self.alive and (bool(self.owners) or self.key is not None or self.awaited)
 
 
@@ -59,26 +78,31 @@ class Incarnation:
     identity: Identity
     seat: int
     order: int
-    # ---- pages, parallel lists by page
-    states: list[PageState] = field(default_factory=list)
-    indexer: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
-    resident: list[tuple[int, ...]] = field(default_factory=list)
-    """One block per resident group, or () where the page is not resident."""
-    shared: dict[int, SharedPage] = field(default_factory=dict)
+    # ---- pages
+    states: bytearray = field(default_factory=bytearray)
+    """A PageState per page."""
+    indexer: array[int] = field(default_factory=lambda: array("i"))
+    host: array[int] = field(default_factory=lambda: array("i"))
+    """Blocks by page; 0 = none."""
+    resident: dict[int, ResidentPage] = field(default_factory=dict)
+    """The pages that are on the GPU."""
     # ---- counts of pages
-    num_absent: int = 0
-    """Pages without resident blocks."""
     num_pinned: int = 0
     num_spilling: int = 0
     clean_pinned: set[int] = field(default_factory=set)
     # ---- rows
     valid: int = 0
     """Rows in cache as of the last retired step."""
+    planned: int = 0
+    """Rows that there may be once every dispatched step has retired; at least `valid`."""
+    settled: int = 0
+    """Rows that there will be at least by then, if that is more than `valid`: drafts in flight may be rejected."""
     sealed: int = 0
     """Pages whose indexer keys were offered to the prefix cache."""
     covered: dict[int, int] = field(default_factory=dict)
     """Page -> bits of the rows that our mirror spans covered; pages not yet planned for a spill only."""
+    span: MirrorSpan | None = None
+    """Of the last step that wrote one page."""
     # ---- spills and publication
     spill_cursor: int = 0
     spill_target: int = 0
@@ -88,8 +112,10 @@ class Incarnation:
     published: int = 0
     pending_spills: int = 0
     # ---- hot regions
-    hot: list[list[int]] = field(default_factory=list)
+    hot: list[array[int]] = field(default_factory=list)
     """Blocks by hot group, in slot order; [] = no region."""
+    hot_level: int = 0
+    """Times the region grew beyond its starting size and was not shrunk again."""
     hot_required: bool = False
     # ---- admission
     target_pages: int = 0
@@ -115,6 +141,11 @@ class Incarnation:
         return len(self.states)
 
     @property
+    def num_absent(self) -> int:
+        """Pages without resident blocks."""
+        return len(self.states) - len(self.resident)
+
+    @property
     def has_hot(self) -> bool:
         """Holds a full region in every hot group."""
         return bool(self.hot)
@@ -127,3 +158,11 @@ class Incarnation:
     def tail_start(self) -> int:
         """First page of the tail: the last two table entries, never unpinned."""
         return max(0, len(self.states) - 2)
+
+    def state(self, page: int) -> PageState:
+        return PageState(self.states[page])
+
+    def blocks(self, page: int) -> tuple[int, ...]:
+        """Resident blocks of a page, one per resident group; () where it is not resident."""
+        resident = self.resident.get(page)
+        return ABSENT if resident is None else resident.blocks

@@ -7,48 +7,48 @@ import enum
 from hisparse.errors import InvariantError
 
 
-class PageState(enum.Enum):
-    """Where one page of one request lives."""
+class PageState(enum.IntEnum):
+    """Where one page of one request lives. Small ints: a request keeps one byte per page."""
 
-    NONE = "none"
-    IMPORTING = "importing"
+    NONE = 0
+    IMPORTING = 1
     """Leased for rows that come from elsewhere; nothing may read it."""
-    GPU_ONLY = "gpu_only"
+    GPU_ONLY = 2
     """Resident, no durable host copy: never released."""
-    SPILLING = "spilling"
+    SPILLING = 3
     """Resident, a copy to its host block is under way."""
-    CLEAN_PINNED = "clean_pinned"
+    CLEAN_PINNED = 4
     """Resident and durable on host."""
-    CLEAN_LOOSE = "clean_loose"
+    CLEAN_LOOSE = 5
     """Durable on host; its GPU blocks are readable but may be handed out at any time."""
-    HOST_ONLY = "host_only"
+    HOST_ONLY = 6
     """Durable on host, null in the resident tables."""
 
 
-class PageEvent(enum.Enum):
+class PageEvent(enum.IntEnum):
     """What happens to a page."""
 
-    ALLOC = "alloc"
-    FORK = "fork"
-    HOST_HIT = "host_hit"
-    IMPORT_PLANNED = "import_planned"
-    IMPORT_OK_HOST = "import_ok_host"
+    ALLOC = 0
+    FORK = 1
+    HOST_HIT = 2
+    IMPORT_PLANNED = 3
+    IMPORT_OK_HOST = 4
     """A whole page, on host only."""
-    IMPORT_OK_MIRRORED = "import_ok_mirrored"
+    IMPORT_OK_MIRRORED = 5
     """A whole page, on host and in resident blocks."""
-    IMPORT_OK_RESIDENT = "import_ok_resident"
+    IMPORT_OK_RESIDENT = 6
     """Landed resident, or partly filled."""
-    IMPORT_FAILED = "import_failed"
-    PLAN = "plan"
-    SPILL_COMPLETED = "spill_completed"
-    SPILL_FAILED = "spill_failed"
-    UNPIN = "unpin"
-    REUSED = "reused"
-    ADOPT_LOOSE = "adopt_loose"
-    ADOPT_PINNED = "adopt_pinned"
-    FREE = "free"
-    REWIND = "rewind"
-    CRASH = "crash"
+    IMPORT_FAILED = 7
+    PLAN = 8
+    SPILL_COMPLETED = 9
+    SPILL_FAILED = 10
+    UNPIN = 11
+    REUSED = 12
+    ADOPT_LOOSE = 13
+    ADOPT_PINNED = 14
+    FREE = 15
+    REWIND = 16
+    CRASH = 17
 
 
 _S, _E = PageState, PageEvent
@@ -78,12 +78,14 @@ PINNED = frozenset({PageState.GPU_ONLY, PageState.SPILLING, PageState.CLEAN_PINN
 READABLE_ON_GPU = PINNED | {PageState.CLEAN_LOOSE}
 """States whose resident table entries are non-null."""
 
+_NEXT = tuple(tuple(TRANSITIONS.get((state, event), -1) for state in PageState) for event in PageEvent)
+"""`TRANSITIONS` by [event][state]; -1 = unlisted."""
 
-def next_state(state: PageState, event: PageEvent, request_id: str, page: int) -> PageState:
+
+def next_state(state: int, event: PageEvent, request_id: str, page: int) -> int:
     """The state after `event`. Raises InvariantError, with the ids, when the table does not list the pair."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
+    new = _NEXT[event][state]
+    if new < 0:
         raise InvariantError(
-            f"page {page} of request {request_id!r} is {state.name}, in which {event.name} cannot happen"
-        ) from None
+            f"page {page} of request {request_id!r} is {PageState(state).name}, in which {event.name} cannot happen")
+    return new

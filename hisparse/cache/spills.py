@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.publication import Publication
-from hisparse.cache.request import Incarnation
-from hisparse.cache.residency import PageEvent, PageState
+from hisparse.cache.request import ABSENT, Incarnation, ResidentPage
+from hisparse.cache.residency import DURABLE, PageEvent, PageState
 from hisparse.errors import InvariantError, TransferError
 from hisparse.types import AckKind, SparseKVPageTransfer, TransferAck
 
-
-class TransferKind(enum.Enum):
-    SPILL = "spill"
-    PAGE_COPY = "page_copy"
+_GPU_ONLY, _ENQUEUED, _FAILED = PageState.GPU_ONLY, AckKind.ENQUEUED, AckKind.FAILED
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
-    """One transfer the workers were, or will be, told of. It pins every block it touches until it has drained."""
+    """One transfer the workers were, or will be, told of. It pins every block it touches until it has drained.
 
-    id: int
-    kind: TransferKind
-    inc: Incarnation
-    page: int
-    host_blocks: tuple[int, ...]
-    device_blocks: tuple[int, ...]
-    num_workers: int
-    """Workers that must acknowledge."""
-    started_s: float
-    """Planned, or last enqueued by a worker: a step that runs long delays its copies, and is no failure of theirs."""
-    copy_bytes: bool = True
-    sent: bool = False
-    source_pinned: bool = True
-    failed: bool = False
-    enqueued: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
+    Attributes:
+        resident: of a spill, the page copied; pinned until every writer enqueued its copy. None: a page copy.
+        host_blocks: host blocks pinned: a spill's one, a page copy's pair or none.
+        device_blocks: of a page copy, both ends; a reference of its own on each.
+        num_workers: workers that must acknowledge. enqueued, done: ranks that said so, as bits.
+        started_s: planned, or last enqueued by a worker: a step that runs long delays its copies, and is no failure of
+            theirs.
+    """
+
+    __slots__ = ("device_blocks", "done", "enqueued", "failed", "host_blocks", "id", "inc", "num_workers", "page",
+                 "resident", "sent", "source_pinned", "started_s")
+
+    def __init__(self, transfer_id: int, inc: Incarnation, page: int, resident: ResidentPage | None,
+                 host_blocks: tuple[int, ...], device_blocks: tuple[int, ...], num_workers: int, started_s: float) -> None:
+        self.id = transfer_id
+        self.inc = inc
+        self.page = page
+        self.resident = resident
+        self.host_blocks = host_blocks
+        self.device_blocks = device_blocks
+        self.num_workers = num_workers
+        self.started_s = started_s
+        self.sent = self.failed = False
+        self.source_pinned = True
+        self.enqueued = self.done = 0
 
 
 class Spills:
@@ -58,17 +61,14 @@ class Spills:
         self._now_s = clock
         self._next_id = 1
         self.transfers: dict[int, Transfer] = {}
-        self._outbox: deque[tuple[Transfer, SparseKVPageTransfer]] = deque()
+        self.budget = max(1, core.max_model_len // core.block_size)
+        """Transfers per command over all requests."""
+        self._outbox: deque[SparseKVPageTransfer] = deque()
         self._wanting: dict[Incarnation, None] = {}
         """Live requests that may have sealed pages to plan, in order of arrival at this state."""
         self.full_mask = (1 << core.block_size) - 1
 
     # ------------------------------------------------------------------------------------------- plan
-    @property
-    def budget(self) -> int:
-        """Transfers per command over all requests."""
-        return max(1, self.core.max_model_len // self.core.block_size)
-
     def sealed(self, inc: Incarnation, num_pages: int) -> None:
         """Pages below `num_pages` have all their rows once the step being planned (or the last one) is done."""
         if num_pages > inc.spill_target:
@@ -82,64 +82,66 @@ class Spills:
     def plan(self) -> None:
         """Plans spills of sealed pages without a host copy, up to the budget."""
         for inc in list(self._wanting):
-            while len(self._outbox) < self.budget:
-                if not self._plan_next(inc):
-                    del self._wanting[inc]
-                    break
-            else:
+            room = self.budget - len(self._outbox)
+            if room <= 0:
                 return
+            if self._plan_pages(inc, room):
+                del self._wanting[inc]
 
-    def _plan_next(self, inc: Incarnation) -> bool:
-        """Plans one page of `inc`. False: none is left."""
-        while inc.spill_again:
+    def _plan_pages(self, inc: Incarnation, most: int) -> bool:
+        """Plans up to `most` pages of `inc`. True: none is left."""
+        now_s, states = self._now_s(), inc.states
+        while inc.spill_again and most:
             page = inc.spill_again.pop(0)
-            if page < inc.num_pages and inc.states[page] is PageState.GPU_ONLY:
-                self._plan_page(inc, page, copy_bytes=True)
-                return True
-        while inc.spill_cursor < min(inc.spill_target, inc.num_pages):
-            page = inc.spill_cursor
-            inc.spill_cursor += 1
-            if inc.states[page] is PageState.GPU_ONLY:
-                covered = inc.covered.pop(page, 0)
-                self._plan_page(inc, page, copy_bytes=covered != self.full_mask)
-                return True
-        return False
+            if page < len(states) and states[page] == _GPU_ONLY:
+                self._plan_page(inc, page, True, now_s)
+                most -= 1
+        end = min(inc.spill_target, len(states))
+        page = inc.spill_cursor
+        while page < end and most:
+            if states[page] == _GPU_ONLY:
+                self._plan_page(inc, page, inc.covered.pop(page, 0) != self.full_mask, now_s)
+                most -= 1
+            page += 1
+        inc.spill_cursor = page
+        return page >= end and not inc.spill_again
 
-    def _plan_page(self, inc: Incarnation, page: int, *, copy_bytes: bool) -> None:
-        core = self.core
-        blocks, host = inc.resident[page], inc.host[page]
-        if core.source is None or not host or not blocks:
-            raise InvariantError(f"page {page} of {inc.request_id!r} cannot be spilled: host block {host}, {blocks}")
+    def _plan_page(self, inc: Incarnation, page: int, copy_bytes: bool, now_s: float) -> None:
+        core, resident, host = self.core, inc.resident.get(page), inc.host[page]
+        if core.source is None or not host or resident is None:
+            raise InvariantError(
+                f"page {page} of {inc.request_id!r} cannot be spilled: host block {host}, resident {inc.blocks(page)}")
         core.move(inc, page, PageEvent.PLAN)
-        core.pool.touch(blocks)
-        core.source.pool.touch((host,))
-        transfer = self.issue(TransferKind.SPILL, inc, page, host_blocks=(host,), device_blocks=blocks,
-                              num_workers=self.num_writers, copy_bytes=copy_bytes)
+        core.pin(resident)
+        host_blocks = (host,)
+        core.source.pool.touch(host_blocks)
+        transfer_id = self._next_id
+        self._next_id = transfer_id + 1
+        self.transfers[transfer_id] = Transfer(
+            transfer_id, inc, page, resident, host_blocks, ABSENT, self.num_writers, now_s)
         inc.pending_spills += 1
         inc.identity.spilled_pages += 1
-        core.counters.spills_planned += 1
-        core.counters.spills_without_bytes += not copy_bytes
-        after_forward = (page + 1) * core.block_size > inc.valid
-        self._outbox.append((transfer, SparseKVPageTransfer(
-            id=transfer.id, host_block=host, device_blocks=blocks, after_forward=after_forward, copy_bytes=copy_bytes)))
+        counters = core.counters
+        counters.spills_planned += 1
+        if not copy_bytes:
+            counters.spills_without_bytes += 1
+        after_forward = (page + 1) * core.layout.block_size > inc.valid
+        self._outbox.append(SparseKVPageTransfer(transfer_id, host, resident.blocks, after_forward, copy_bytes))
 
-    def issue(self, kind: TransferKind, inc: Incarnation, page: int, *, host_blocks: tuple[int, ...],
-              device_blocks: tuple[int, ...], num_workers: int, copy_bytes: bool = True) -> Transfer:
-        """A new id. The caller took one reference on every block listed."""
-        transfer = Transfer(id=self._next_id, kind=kind, inc=inc, page=page, host_blocks=host_blocks,
-                            device_blocks=device_blocks, num_workers=num_workers, started_s=self._now_s(),
-                            copy_bytes=copy_bytes)
+    def issue_page_copy(self, inc: Incarnation, page: int, *, host_blocks: tuple[int, ...],
+                        device_blocks: tuple[int, ...]) -> Transfer:
+        """A new id, to be acknowledged by every rank. The caller took one reference on every block listed."""
+        transfer = Transfer(self._next_id, inc, page, None, host_blocks, device_blocks, self.num_ranks, self._now_s())
         self._next_id += 1
         self.transfers[transfer.id] = transfer
         return transfer
 
     def take_outbox(self) -> tuple[SparseKVPageTransfer, ...]:
         """The spills of the command being built, oldest first, up to the budget."""
-        out: list[SparseKVPageTransfer] = []
-        while self._outbox and len(out) < self.budget:
-            transfer, message = self._outbox.popleft()
-            transfer.sent = True
-            out.append(message)
+        outbox, transfers = self._outbox, self.transfers
+        out = [outbox.popleft() for _ in range(min(len(outbox), self.budget))]
+        for message in out:
+            transfers[message.id].sent = True
         return tuple(out)
 
     # ------------------------------------------------------------------------------------------- release
@@ -149,17 +151,16 @@ class Spills:
         Called before the pages are released. Host blocks go back here (after the last dispatched step)."""
         core = self.core
         if finished and core.source is not None and core.prefix_cache and not inc.loading:
-            self.sealed(inc, min(inc.valid, inc.identity.num_tokens) // core.block_size)
-            while self._plan_next(inc):
-                pass
+            self.sealed(inc, self.publication.limit(inc))
+            self._plan_pages(inc, inc.num_pages)
         self._wanting.pop(inc, None)
         if finished and inc.pending_spills and core.prefix_cache:
-            limit = min(inc.valid // core.block_size, len(inc.identity.keys.keys))
+            limit = self.publication.limit(inc)
             awaited, durable = {}, set()
             for page in range(inc.published, limit):
-                if inc.states[page] is PageState.SPILLING:
+                if inc.states[page] == PageState.SPILLING:
                     awaited[page] = self.residency.keep_readable(inc, page)
-                elif inc.states[page] in (PageState.CLEAN_PINNED, PageState.CLEAN_LOOSE, PageState.HOST_ONLY):
+                elif inc.states[page] in DURABLE:
                     durable.add(page)
             self.publication.detach(inc, durable, awaited, limit)
         else:
@@ -184,42 +185,48 @@ class Spills:
             return
         if not transfer.sent:
             raise InvariantError(f"rank {ack.rank} acknowledged transfer {ack.transfer_id}, which was not sent yet")
-        if (ack.kind is AckKind.ENQUEUED and ack.rank in transfer.enqueued) or ack.rank in transfer.done:
+        rank_bit, kind = 1 << ack.rank, ack.kind
+        if (transfer.enqueued if kind is _ENQUEUED else transfer.done) & rank_bit:
             core.counters.acks_repeated += 1
             return
-        transfer.enqueued.add(ack.rank)
-        if transfer.source_pinned and transfer.kind is TransferKind.SPILL and (
-                len(transfer.enqueued) == transfer.num_workers):
+        transfer.enqueued |= rank_bit
+        if transfer.source_pinned and transfer.enqueued.bit_count() == transfer.num_workers:
             self._drop_source_pin(transfer)
-        if ack.kind is AckKind.ENQUEUED:
+        if kind is _ENQUEUED:
             transfer.started_s = self._now_s()
             return
-        transfer.done.add(ack.rank)
-        if ack.kind is AckKind.FAILED or (
-                transfer.kind is TransferKind.SPILL and ack.row_mask & self.full_mask != self.full_mask):
+        transfer.done |= rank_bit
+        full = self.full_mask
+        if kind is _FAILED or (transfer.resident is not None and ack.row_mask & full != full):
             transfer.failed = True
-        if len(transfer.done) == transfer.num_workers:
+        if transfer.done.bit_count() == transfer.num_workers:
             self._finish(transfer)
 
     def _drop_source_pin(self, transfer: Transfer) -> None:
-        """Stream order protects the copy from the compute stream; everybody else must heed the fence."""
+        """Stream order protects the copy from the compute stream; everybody else must heed the fence, which the page's
+        blocks get when they become free."""
+        resident = transfer.resident
+        if resident is None:
+            return
         transfer.source_pinned = False
-        self.core.fences.update(dict.fromkeys(transfer.device_blocks, transfer.id))
-        self.core.free_device(transfer.device_blocks)
+        resident.copy_id = transfer.id
+        self.core.unpin(resident)
 
     def _finish(self, transfer: Transfer) -> None:
         """Every worker has drained."""
         core, inc, page = self.core, transfer.inc, transfer.page
         del self.transfers[transfer.id]
-        if transfer.source_pinned:
+        if transfer.resident is None:
             core.free_device(transfer.device_blocks)
-        for block in transfer.device_blocks:
-            if core.fences.get(block) == transfer.id:
-                del core.fences[block]
-        if transfer.kind is TransferKind.SPILL:
+        else:
+            transfer.resident.copy_id = 0
+            if core.fences:
+                self._lift_fences(transfer)
             inc.pending_spills -= 1
-            core.counters.spills_completed += not transfer.failed
-            core.counters.spills_failed += transfer.failed
+            if transfer.failed:
+                core.counters.spills_failed += 1
+            else:
+                core.counters.spills_completed += 1
             if inc.released:
                 self.publication.spill_done(inc, page, durable=not transfer.failed)
             elif transfer.failed:
@@ -231,13 +238,20 @@ class Spills:
                 self.publication.advance(inc)
         if core.source is not None:
             core.source.pool.free(transfer.host_blocks)
-        if transfer.kind is TransferKind.PAGE_COPY and transfer.failed:
+        if transfer.resident is None and transfer.failed:
             raise TransferError(
                 f"page copy {transfer.id} (page {page} of {inc.request_id!r}) failed; its worker must be replaced")
 
+    def _lift_fences(self, transfer: Transfer) -> None:
+        fences = self.core.fences
+        assert transfer.resident is not None
+        for block in transfer.resident.blocks:
+            if fences.get(block) == transfer.id:
+                del fences[block]
+
     def awaits_copy(self, inc: Incarnation) -> bool:
         """A page copy into this request's pages has not been reported by every rank."""
-        return any(t.kind is TransferKind.PAGE_COPY and t.inc is inc for t in self.transfers.values())
+        return any(t.resident is None and t.inc is inc for t in self.transfers.values())
 
     def overdue(self) -> tuple[tuple[int, int], ...]:
         """(rank, transfer id) of sent transfers not done within the deadline.
@@ -247,8 +261,8 @@ class Spills:
         out: list[tuple[int, int]] = []
         for transfer in self.transfers.values():
             if transfer.sent and transfer.started_s < late_s:
-                missing = [rank for rank in range(self.num_ranks) if rank not in transfer.done]
-                out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - len(transfer.done)]]
+                missing = [rank for rank in range(self.num_ranks) if not transfer.done >> rank & 1]
+                out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - transfer.done.bit_count()]]
         return tuple(out)
 
     # ------------------------------------------------------------------------------------------- the workers are gone
@@ -274,11 +288,13 @@ class Spills:
         core = self.core
         pending: dict[Incarnation, int] = {}
         for transfer in self.transfers.values():
-            if transfer.source_pinned and any(core.pool.refs(block) < 1 for block in transfer.device_blocks):
-                raise InvariantError(f"transfer {transfer.id} does not pin its device blocks {transfer.device_blocks}")
+            resident = transfer.resident
+            blocks = transfer.device_blocks if resident is None else resident.blocks
+            if transfer.source_pinned and any(core.pool.refs(block) < 1 for block in blocks):
+                raise InvariantError(f"transfer {transfer.id} does not pin its device blocks {blocks}")
             if core.source is not None and any(core.source.pool.refs(block) < 1 for block in transfer.host_blocks):
                 raise InvariantError(f"transfer {transfer.id} does not pin its host blocks {transfer.host_blocks}")
-            if transfer.kind is TransferKind.SPILL:
+            if resident is not None:
                 pending[transfer.inc] = pending.get(transfer.inc, 0) + 1
         for block, transfer_id in core.fences.items():
             if transfer_id not in self.transfers:

@@ -18,7 +18,7 @@ class StepClock:
     def __init__(self) -> None:
         self.dispatched = 0
         self.retired = 0
-        self._busy: dict[int, int] = {}
+        self.busy: dict[int, int] = {}
         self._deferred: deque[tuple[int, Callable[[], None]]] = deque()
 
     @property
@@ -41,15 +41,17 @@ class StepClock:
                 f"step {step} retired, but dispatched is {self.dispatched} and already retired is {self.retired}"
             )
         self.retired = step
-        if self._busy:
-            self._busy = {block: last for block, last in self._busy.items() if last > step}
+        if step == self.dispatched:
+            self.busy.clear()
+        elif self.busy:
+            self.busy = {block: last for block, last in self.busy.items() if last > step}
         while self._deferred and self._deferred[0][0] <= step:
             self._deferred.popleft()[1]()
 
     def abandon(self) -> None:
         """The workers are gone: nothing dispatched will touch anything any more."""
         self.retired = self.dispatched
-        self._busy.clear()
+        self.busy.clear()
         while self._deferred:
             self._deferred.popleft()[1]()
 
@@ -63,7 +65,7 @@ class StepClock:
     def mark_busy(self, blocks: Iterable[int]) -> None:
         """Device blocks being given back now: dispatched steps may still touch them."""
         if self.outstanding:
-            self._busy.update(dict.fromkeys(blocks, self.dispatched))
+            self.busy.update(dict.fromkeys(blocks, self.dispatched))
 
     def is_busy(self, block: int) -> bool:
-        return block in self._busy
+        return block in self.busy

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from hisparse.cache.request import Incarnation
 from hisparse.layout import CacheGroup, KVCacheLayout
 from hisparse.types import BlockTableUpdate, HotRows, SeatReset
 
+Runs = list[tuple[int, int]]
+"""Ranges [first, end) of pages; an empty one = only the length of the table changed."""
+
 
 class TableChanges:
-    """Collects changed entries by (request, kind of table); drains them as runs. Cost O(entries that changed)."""
+    """Collects changed entries by (request, kind of table); drains them as runs. Cost O(entries that changed).
+
+    An entry of a resident table that is null and was null before (a host-only page of a new request) is no change: an
+    emptied row is null everywhere.
+    """
 
     def __init__(self, layout: KVCacheLayout, *, enabled: bool = True) -> None:
         self._layout = layout
         self._enabled = enabled
         """False: there is no host page and no hot region, and no table of them is sent."""
-        self._indexer: dict[Incarnation, set[int]] = {}
-        self._source: dict[Incarnation, set[int]] = {}
-        self._resident: dict[Incarnation, set[int]] = {}
-        self._hot: dict[Incarnation, int] = {}
-        """Request -> first block of its region that changed."""
+        self._held: dict[Incarnation, Runs] = {}
+        """Changes of the indexer and the source table."""
+        self._resident: dict[Incarnation, Runs] = {}
+        self._hot: dict[Incarnation, list[int]] = {}
+        """Request -> by hot group, the first block of its region that changed; -1 = none."""
         self._emptied: dict[int, None] = {}
         self._hot_rows: dict[tuple[int, int], int] = {}
         self._resets: dict[SeatReset, None] = {}
@@ -28,28 +35,32 @@ class TableChanges:
     def clear(self) -> None:
         self.__init__(self._layout, enabled=self._enabled)  # type: ignore[misc]
 
-    def pages(self, inc: Incarnation, pages: Iterable[int]) -> None:
-        """Entries of the indexer, source and resident tables; none = only the length changed."""
-        pages = list(pages)
-        for marks in (self._indexer, self._source, self._resident):
-            marks.setdefault(inc, set()).update(pages)
+    def pages(self, inc: Incarnation, first: int, end: int) -> None:
+        """Entries [first, end) of the indexer and source tables, and the length of every table."""
+        self._held.setdefault(inc, []).append((first, end))
+        self._resident.setdefault(inc, []).append((0, 0))
 
-    def resident(self, inc: Incarnation, page: int) -> None:
-        self._resident.setdefault(inc, set()).add(page)
+    def resident(self, inc: Incarnation, first: int, end: int) -> None:
+        """Entries [first, end) of the resident tables."""
+        runs = self._resident.get(inc)
+        if runs is None:
+            self._resident[inc] = [(first, end)]
+        else:
+            runs.append((first, end))
 
-    def hot(self, inc: Incarnation, rows: int, *, first_block: int = 0) -> None:
-        """The request's hot region has `rows` rows in every hot group from now on; blocks below `first_block` stayed."""
-        self._hot[inc] = min(first_block, self._hot.get(inc, first_block))
-        for group in range(len(self._layout.hots)):
-            self._hot_rows[inc.seat, group] = rows
+    def hot(self, inc: Incarnation, group: int, rows: int, *, first_block: int = 0) -> None:
+        """The request's region in `group` has `rows` rows from now on; its blocks below `first_block` stayed."""
+        changed = self._hot.setdefault(inc, [-1] * len(self._layout.hots))
+        changed[group] = first_block if changed[group] < 0 else min(first_block, changed[group])
+        self._hot_rows[inc.seat, group] = rows
 
     def reset(self, reset: SeatReset) -> None:
         self._resets[reset] = None
 
     def seat_emptied(self, inc: Incarnation) -> None:
         """The seat's rows become empty in every table, and what was noted for its request is void."""
-        for marks in (self._indexer, self._source, self._resident):
-            marks.pop(inc, None)
+        self._held.pop(inc, None)
+        self._resident.pop(inc, None)
         self._hot.pop(inc, None)
         self._emptied[inc.seat] = None
 
@@ -57,38 +68,51 @@ class TableChanges:
         """Empty rows first, then the changed runs of every group in order."""
         layout = self._layout
         groups: Sequence[CacheGroup] = layout.groups if self._enabled else (layout.indexer, *layout.residents)
-        out = [
-            BlockTableUpdate(group_id=group.group_id, seat=seat, first_page=0, ids=(), num_pages=0)
-            for group in groups for seat in self._emptied
-        ]
-        for inc, pages in self._indexer.items():
-            out += _runs(layout.indexer.group_id, inc.seat, inc.indexer, pages)
-        for inc, pages in self._source.items() if self._enabled else ():
-            out += _runs(layout.source.group_id, inc.seat, inc.host, pages)
-        runs = [(inc, list(_spans(pages, inc.num_pages))) for inc, pages in self._resident.items()]
-        for g, group in enumerate(layout.residents):
-            for inc, spans in runs:
-                out += [
-                    BlockTableUpdate(
-                        group_id=group.group_id, seat=inc.seat, first_page=first, num_pages=inc.num_pages,
-                        ids=tuple([blocks[g] if blocks else 0 for blocks in inc.resident[first:end]]),
-                    )
-                    for first, end in spans
-                ]
+        out = [BlockTableUpdate(group.group_id, seat, 0, (), 0) for group in groups for seat in self._emptied]
+        held = [(inc, _merged(runs, inc.num_pages)) for inc, runs in self._held.items()]
+        for inc, runs in held:
+            for first, end in runs:
+                out.append(BlockTableUpdate(
+                    layout.indexer.group_id, inc.seat, first, tuple(inc.indexer[first:end]), inc.num_pages))
+        for inc, runs in held if self._enabled else ():
+            for first, end in runs:
+                out.append(BlockTableUpdate(
+                    layout.source.group_id, inc.seat, first, tuple(inc.host[first:end]), inc.num_pages))
+        self._take_resident(out)
         for g, hot_group in enumerate(layout.hots):
             for inc, changed in self._hot.items():
-                region = inc.hot[g] if inc.hot else []
-                first = min(changed, len(region))
-                out.append(BlockTableUpdate(group_id=hot_group.group_id, seat=inc.seat, first_page=first,
-                                            ids=tuple(region[first:]), num_pages=len(region)))
-        for marks in (self._indexer, self._source, self._resident):
-            marks.clear()
+                if changed[g] >= 0:
+                    region = inc.hot[g] if inc.hot else []
+                    first = min(changed[g], len(region))
+                    out.append(BlockTableUpdate(hot_group.group_id, inc.seat, first, tuple(region[first:]), len(region)))
+        self._held.clear()
+        self._resident.clear()
         self._hot.clear()
         self._emptied.clear()
         return tuple(out)
 
+    def _take_resident(self, out: list[BlockTableUpdate]) -> None:
+        """Group by group, the runs of every request."""
+        columns: list[tuple[int, int, int, list[tuple[int, ...]]]] = []
+        groups = self._layout.residents
+        for inc, marks in self._resident.items():
+            seat, num_pages, get = inc.seat, inc.num_pages, inc.resident.get
+            for first, end in _merged(marks, num_pages):
+                by_group: list[tuple[int, ...]]
+                if end - first == 1:
+                    page = get(first)
+                    by_group = [(block,) for block in page.blocks] if page is not None else [(0,)] * len(groups)
+                else:
+                    pages = [get(page) for page in range(first, end)]
+                    by_group = [tuple([0 if page is None else page.blocks[g] for page in pages])
+                                for g in range(len(groups))]
+                columns.append((seat, first, num_pages, by_group))
+        for g, group in enumerate(groups):
+            group_id = group.group_id
+            out += [BlockTableUpdate(group_id, seat, first, ids[g], num_pages) for seat, first, num_pages, ids in columns]
+
     def take_hot_rows(self) -> tuple[HotRows, ...]:
-        out = tuple(HotRows(seat=seat, hot_group=group, rows=rows) for (seat, group), rows in self._hot_rows.items())
+        out = tuple([HotRows(seat, group, rows) for (seat, group), rows in self._hot_rows.items()])
         self._hot_rows.clear()
         return out
 
@@ -98,22 +122,17 @@ class TableChanges:
         return out
 
 
-def _spans(pages: set[int], num_pages: int) -> Iterator[tuple[int, int]]:
-    """Runs [first, end) of changed pages below num_pages; (num_pages, num_pages) if only the length changed."""
-    todo = sorted(page for page in pages if page < num_pages)
-    if not todo:
-        yield num_pages, num_pages
-        return
-    first = previous = todo[0]
-    for page in todo[1:]:
-        if page != previous + 1:
-            yield first, previous + 1
-            first = page
-        previous = page
-    yield first, previous + 1
-
-
-def _runs(group_id: int, seat: int, table: list[int], pages: set[int]) -> Iterator[BlockTableUpdate]:
-    for first, end in _spans(pages, len(table)):
-        yield BlockTableUpdate(group_id=group_id, seat=seat, first_page=first, ids=tuple(table[first:end]),
-                               num_pages=len(table))
+def _merged(runs: Runs, num_pages: int) -> Runs:
+    """Disjoint ascending runs below num_pages that cover the same pages; only (num_pages, num_pages) if there is none."""
+    if len(runs) == 1 and runs[0][0] < runs[0][1] <= num_pages:
+        return runs
+    out: Runs = []
+    for first, end in sorted(runs):
+        end = min(end, num_pages)
+        if first >= end:
+            continue
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((first, end))
+    return out or [(num_pages, num_pages)]

@@ -24,7 +24,7 @@ class HiSparseRuntime:
 
     Attributes:
         hot_group: index into `layout.hots` of the group whose blocks and sizes this one uses.
-        state: HotState, or None without a host pool.
+        state: HotState with as many slots as a region of its hot group may have, or None without a host pool.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,27 +18,37 @@ class KVTables:
     Args:
         max_seats: seats 0..max_seats-1.
         max_model_len: longest request in tokens.
-        hot_rows_max: most rows of a hot region (0 when HiSparse is off).
+        hot_rows_max: most rows of a hot region, per hot group (0 when HiSparse is off).
+
+    Raises:
+        InvariantError: `hot_rows_max` has another length than `layout.hots`.
 
     Attributes:
-        tables: per group id, int32 [max_seats, width]; 0 = null. Width: pages of `max_model_len`, or a region's blocks.
+        tables: per group id, int32 [max_seats, width]; 0 = null. Width: pages of `max_model_len`, or the most blocks of a
+            region of that hot group.
         hot_rows: int32 [num hot groups, max_seats], rows of each region now; 0 = none.
         mirrors: int32 [max_seats, pages]: host block behind a page that this step may write, 0 = skip. One step only.
     """
 
     def __init__(
-        self, layout: KVCacheLayout, *, max_seats: int, max_model_len: int, hot_rows_max: int, device: str = "cpu"
+        self,
+        layout: KVCacheLayout,
+        *,
+        max_seats: int,
+        max_model_len: int,
+        hot_rows_max: Sequence[int],
+        device: str = "cpu",
     ) -> None:
         self.layout = layout
         self.max_seats = max_seats
         self.pages = layout.pages(max_model_len)
-        hot_width = layout.hot_blocks(hot_rows_max)
-        hot_ids = {group.group_id for group in layout.hots}
+        if len(hot_rows_max) != len(layout.hots):
+            raise InvariantError(f"hot_rows_max has {len(hot_rows_max)} entries for {len(layout.hots)} hot groups")
+        widths = [self.pages] * len(layout.groups)
+        for group, rows in zip(layout.hots, hot_rows_max, strict=True):
+            widths[group.group_id] = layout.hot_blocks(rows)
         self.tables: list[Tensor] = [
-            torch.zeros(
-                (max_seats, hot_width if group.group_id in hot_ids else self.pages), dtype=torch.int32, device=device
-            )
-            for group in layout.groups
+            torch.zeros((max_seats, width), dtype=torch.int32, device=device) for width in widths
         ]
         self.hot_rows = torch.zeros((len(layout.hots), max_seats), dtype=torch.int32, device=device)
         self.mirrors = torch.zeros((max_seats, self.pages), dtype=torch.int32, device=device)

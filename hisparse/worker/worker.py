@@ -271,7 +271,7 @@ def build_worker(
         )
     if host_pool is not None and host_pool.num_blocks != num_host_blocks:
         raise ConfigError(f"the host pool has {host_pool.num_blocks} pages, the coordinator counts {num_host_blocks}")
-    hot_max = configured_hot_rows_max(config, layout) if host_pool is not None else 0
+    hot_max = configured_hot_rows_max(config, layout) if host_pool is not None else (0,) * len(layout.hots)
     cache = DeviceCache(layout, num_device_blocks, device, poison=poison)
     tables = KVTables(layout, max_seats=max_seats, max_model_len=max_model_len, hot_rows_max=hot_max, device=device)
     counters = Counters(layout, max_seats, device)

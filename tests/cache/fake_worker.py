@@ -131,7 +131,7 @@ class FakeWorker:
         for update in command.table_updates:
             table = self.table(update.group_id, update.seat)
             end = update.first_page + len(update.ids)
-            table += [0] * (end - len(table))
+            table += [0] * (max(end, update.num_pages) - len(table))  # entries never named are null
             table[update.first_page : end] = update.ids
             table += [0] * (update.num_pages - len(table))
             del table[update.num_pages :]

@@ -108,9 +108,11 @@ def test_accept_restricts_the_choice_and_changes_nothing_on_refusal() -> None:
 def test_generations_start_at_the_incarnation_and_grow_at_each_hand_out() -> None:
     pool = BlockPool(3, incarnation=2**64 - 1)
     (block,) = pool.allocate(1).tolist()
-    pool.free([block])
-    pool.allocate(1)
-    assert pool.take_handed_out() == ((block,), (1,)), "wraps, and lists the last generation once"
+    assert pool.take_handed_out() == ((block,), (0,)), "wraps"
+    for _ in range(2):
+        pool.free([block])
+        pool.allocate(1)
+    assert pool.take_handed_out() == ((block,), (1,)), "once for each command that lists it"
     assert pool.take_handed_out() == ((), ())
     assert int(pool.generations[2]) == 2**64 - 1
 
@@ -123,7 +125,9 @@ def test_double_free_is_our_bug() -> None:
         pool.free([block])
     with pytest.raises(InvariantError, match="not referenced"):
         pool.watch([block], lambda _: None)
-    with pytest.raises(InvariantError, match="not in 1"):
+    with pytest.raises(InvariantError, match=f"block {block} is neither referenced nor readable"):
+        pool.touch([block])
+    with pytest.raises(InvariantError, match="block 0 is neither referenced nor readable, or not in 1"):
         pool.touch([0])
 
 
@@ -143,11 +147,12 @@ def test_check_finds_damage(damage: str) -> None:
     if damage == "refs":
         pool._refs[block] = 0
     elif damage == "count":
-        pool.num_free += 1
+        pool._plain.append(pool._plain[0])
     elif damage == "link":
-        pool._prev[4] = 4
+        pool.unpin([block], lambda _: None)
+        pool._prev[block] = 4
     else:
-        pool._num_readable = 1
+        pool.num_readable = 1
     with pytest.raises(InvariantError):
         pool.check()
 
@@ -164,6 +169,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.fired: list[int] = []
         self.expect_fired: list[int] = []
         self.gens = dict.fromkeys(range(1, num_blocks), 7)
+        self.listed: set[int] = set()
+
+    @rule()
+    def list_handed_out(self) -> None:
+        for block in self.listed:
+            self.gens[block] += 1
+        ids = tuple(sorted(self.listed))
+        assert self.pool.take_handed_out() == (ids, tuple(self.gens[block] for block in ids))
+        self.listed.clear()
 
     def held(self, data: st.DataObject) -> list[int]:
         blocks = sorted(b for b, n in self.refs.items() if n)
@@ -178,7 +192,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert got.tolist() == self.free[:n]
         for block in self.free[:n]:
             self.refs[block] = 1
-            self.gens[block] += 1
+            self.listed.add(block)
             if block in self.watched:
                 self.watched.discard(block)
                 self.expect_fired.append(block)
@@ -211,6 +225,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True, max_size=4))
+        gone = [block for block in blocks if not self.refs[block] and block not in self.watched]
+        for block in gone:
+            with pytest.raises(InvariantError, match=f"block {block} is neither referenced nor readable"):
+                self.pool.touch([block])
+        blocks = [block for block in blocks if block not in gone]
         self.pool.touch(blocks)
         for block in blocks:
             self.refs[block] += 1

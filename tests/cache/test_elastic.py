@@ -61,7 +61,7 @@ def test_a_region_grows_a_page_a_step_up_to_its_limit_and_no_row_is_moved() -> N
         before = [list(blocks) for blocks in inc.hot]
         new = region(inc)
         h.step()
-        assert [blocks[:new] for blocks in inc.hot] == before
+        assert [list(blocks[:new]) for blocks in inc.hot] == before
         changed = [u for u in h.last.table_updates if u.group_id in {group.group_id for group in h.layout.hots}]
         if new == size and any(r.rows == size * 4 for r in h.last.hot_rows):
             assert h.last.hot_rows == tuple(HotRows(seat=req.seat, hot_group=g, rows=size * 4) for g in range(GROUPS))
@@ -140,11 +140,11 @@ def test_taken_back_before_a_preemption_last_page_first() -> None:
     assert h.manager.allocate("b", 8)
     ballast = weigh(h, 1)
     assert h.manager.allocate("b", 12), "one more page: 3 blocks"
-    assert region(inc) == 5 and inc.hot == [blocks[:5] for blocks in before]
+    assert region(inc) == 5 and [list(blocks) for blocks in inc.hot] == [blocks[:5] for blocks in before]
     assert h.manager.core.pool.num_free == 0
     assert not b.preemptions and h.manager.stats().hot_blocks_taken_back == GROUPS
     for blocks in inc.hot:
-        blocks_of_b = {block for page in h.manager.core.live["b"].resident for block in page}
+        blocks_of_b = {block for page in h.manager.core.live["b"].resident.values() for block in page.blocks}
         assert not blocks_of_b & set(blocks)
     command = h.dispatch([(b, 0, 8)])
     assert SeatReset(seat=req.seat, from_slot=5 * 4 - 4 * 3, from_position=-1) in command.seat_resets

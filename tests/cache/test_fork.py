@@ -27,21 +27,21 @@ def test_a_fork_inside_a_page_copies_only_that_page_and_both_go_on() -> None:
         h.step()
     used = h.manager.stats().device_blocks_free
     forked(h, parent)
-    assert h.manager.core.live["child"].states == [PageState.CLEAN_PINNED] * 5 + [PageState.GPU_ONLY]
+    assert h.manager.core.live["child"].states == bytes([PageState.CLEAN_PINNED] * 5 + [PageState.GPU_ONLY])
     assert used - h.manager.stats().device_blocks_free == 1 + 2, "one page in the indexer and both resident groups"
     inc, parent_inc = h.manager.core.live["child"], h.manager.core.live["p"]
     chosen = h.schedule()
     command = h.dispatch(chosen)
     (copy,) = command.page_copies
     assert copy.num_rows == 2 and copy.host_pair == (parent_inc.host[5], inc.host[5])
-    assert {source for source, _ in copy.device_pairs} == {parent_inc.indexer[5], *parent_inc.resident[5]}
-    assert {destination for _, destination in copy.device_pairs} == {inc.indexer[5], *inc.resident[5]}
-    assert h.manager.core.pool.refs(parent_inc.resident[5][0]) == 2
+    assert {source for source, _ in copy.device_pairs} == {parent_inc.indexer[5], *parent_inc.blocks(5)}
+    assert {destination for _, destination in copy.device_pairs} == {inc.indexer[5], *inc.blocks(5)}
+    assert h.manager.core.pool.refs(parent_inc.blocks(5)[0]) == 2
     h.retire(chosen)
-    assert h.manager.core.pool.refs(parent_inc.resident[5][0]) == 2, "leased until every rank reports"
+    assert h.manager.core.pool.refs(parent_inc.blocks(5)[0]) == 2, "leased until every rank reports"
     h.worker.complete_all(h.rng)
     h.step()
-    assert h.manager.core.pool.refs(parent_inc.resident[5][0]) == 1
+    assert h.manager.core.pool.refs(parent_inc.blocks(5)[0]) == 1
     h.drain()
 
 

@@ -45,14 +45,14 @@ def test_two_hits_share_one_copy_and_both_lose_it_at_reuse() -> None:
     pair = [h.add(name, [*range(20), 90 + i], 30) for i, name in enumerate("bc")]
     h.step()
     incs = [h.manager.core.live[req.request_id] for req in pair]
-    assert incs[0].resident[0] == incs[1].resident[0] != ()
-    assert incs[0].states[0] is PageState.CLEAN_LOOSE
+    assert incs[0].blocks(0) == incs[1].blocks(0) != ()
+    assert incs[0].state(0) is PageState.CLEAN_LOOSE
     big = h.add("big", list(range(200, 260)), 2)
     for _ in range(60):
         h.step()
-        if incs[0].states[:1] == [PageState.HOST_ONLY]:
+        if incs[0].states[:1] == bytes([PageState.HOST_ONLY]):
             break
-    assert incs[1].states[0] is PageState.HOST_ONLY, "for every owner"
+    assert incs[1].state(0) is PageState.HOST_ONLY, "for every owner"
     assert big.state in ("running", "finished")
     h.drain()
 
@@ -64,15 +64,15 @@ def test_pressure_requires_hot_then_allocates_then_unpins_last_page_first_outsid
         h.step()
     inc = h.manager.core.live["a"]
     assert inc.hot_required and not inc.has_hot, "marked only"
-    assert inc.states[:6] == [PageState.CLEAN_PINNED] * 6
+    assert inc.states[:6] == bytes([PageState.CLEAN_PINNED] * 6)
     h.step()
     assert inc.has_hot
     rows = {(hot.seat, hot.hot_group, hot.rows) for hot in h.last.hot_rows}
     assert rows == {(0, 0, 8), (0, 1, 8)}
-    assert inc.states[: inc.tail_start] == [PageState.CLEAN_LOOSE] * inc.tail_start
-    assert all(state is not PageState.CLEAN_LOOSE for state in inc.states[inc.tail_start :])
+    assert inc.states[: inc.tail_start] == bytes([PageState.CLEAN_LOOSE] * inc.tail_start)
+    assert all(state != PageState.CLEAN_LOOSE for state in inc.states[inc.tail_start :])
     order = [block for block in h.manager.core.pool.free_blocks() if h.manager.core.pool.is_watched(block)]
-    first = [block for page in reversed(range(inc.tail_start)) for block in inc.resident[page]]
+    first = [block for page in reversed(range(inc.tail_start)) for block in inc.blocks(page)]
     assert order[: len(first)] == first, "the last page is reused first"
     assert {tier for *_, tier in h.tiers} == {"resident"}, "loose pages are still read"
     h.drain()
@@ -137,15 +137,13 @@ def test_adoption_without_a_region_pins_and_keeps_the_watermark() -> None:
     # Take the adopted pages away again and adopt them as a request without a region would.
     keys = inc.identity.keys.keys
     for page in range(2):
-        shared = inc.shared.pop(page)
-        del shared.owners[inc, page]
+        del inc.resident.pop(page).owners[inc]
         core.move(inc, page, PageEvent.REUSED)
-        core.set_resident(inc, page, ())
     region, inc.hot = inc.hot, []
-    assert residency.adopt(inc, 0, keys[0])
-    assert inc.states[0] is PageState.CLEAN_PINNED and core.pool.refs(inc.resident[0][0]) == 1
+    assert residency.adopt_page(inc, 0, residency.copies[keys[0]])
+    assert inc.state(0) is PageState.CLEAN_PINNED and core.pool.refs(inc.blocks(0)[0]) == 1
     core.watermark_blocks = core.pool.num_free - core.reserved_device - 1
-    assert not residency.adopt(inc, 1, keys[1]), "it would take free - reserved below the watermark"
+    assert not residency.adopt_page(inc, 1, residency.copies[keys[1]]), "it would take free - reserved below the watermark"
     inc.hot = region
     h.manager.check()
     h.manager.free("b")
@@ -160,13 +158,13 @@ def test_loose_pages_of_a_preempted_request_stay_with_the_steps_that_read_them()
     h.step()
     core = h.manager.core
     inc = core.live["b"]
-    loose = [block for page in range(inc.tail_start) for block in inc.resident[page]]
+    loose = [block for page in range(inc.tail_start) for block in inc.blocks(page)]
     assert loose and all(core.pool.refs(block) == 0 for block in loose)
     chosen = h.schedule()
     h.dispatch(chosen)
     h.manager.residency.copies.clear()
-    for shared in inc.shared.values():
-        shared.key = None
+    for page in inc.resident.values():
+        page.key = None
     h.preempt(b)
     assert not any(core.pool.is_watched(block) or core.is_quiet(block) for block in loose), "ordinary, but not quiet yet"
     h.worker.complete_all(h.rng)
@@ -206,10 +204,10 @@ def test_without_the_store_every_group_falls_back_to_the_shorter_prefix() -> Non
     h.add("b", list(range(100, 158)), 3)
     h.run()
     h.add("a2", list(range(40)), 1)
-    source, indexer = h.manager.core.source.published, h.manager.core.indexer.cached
     keys = h.manager._identities["a2"].keys.keys
-    host, gpu = len(source.prefix(keys)), len(indexer.prefix(keys))
-    assert gpu < host
+    host, indexer = h.manager.core.index.find(keys, len(keys))
+    gpu = len(indexer)
+    assert gpu < len(host)
     assert h.manager.prefix("a2").host_pages == gpu
     h.drain()
 

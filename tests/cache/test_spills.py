@@ -39,34 +39,36 @@ class Direct:
         self.m.on_worker_output([HiSparseWorkerOutput(rank=rank, incarnation=incarnation, acks=(ack,))])
         self.m.check()
 
-    def refs(self) -> tuple[list[int], int]:
-        blocks = self.inc.resident[0]
-        return [self.m.core.pool.refs(b) for b in blocks], self.m.core.source.pool.refs(self.inc.host[0])
+    def pins(self) -> tuple[int, int]:
+        """(holders of page 0's resident blocks, references on its host block)."""
+        page = self.inc.resident[0]
+        assert [self.m.core.pool.refs(block) for block in page.blocks] == [1, 1], "one for all holders together"
+        return page.pins, self.m.core.source.pool.refs(self.inc.host[0])
 
 
 def test_a_page_sealed_by_this_step_is_spilled_behind_its_forward_with_bytes() -> None:
     d = Direct()
     (spill,) = d.first.spills
-    assert (spill.id, spill.device_blocks, spill.host_block) == (1, d.inc.resident[0], d.inc.host[0])
+    assert (spill.id, spill.device_blocks, spill.host_block) == (1, d.inc.blocks(0), d.inc.host[0])
     assert spill.after_forward and spill.copy_bytes
-    assert d.inc.states == [PageState.SPILLING, PageState.GPU_ONLY]
+    assert d.inc.states == bytes([PageState.SPILLING, PageState.GPU_ONLY])
     (mirror,) = d.first.mirrors
     assert (mirror.seat, mirror.first_page, mirror.host_blocks) == (0, 1, (d.inc.host[1],)), "the sealed page is skipped"
 
 
 def test_pins_go_one_by_one() -> None:
     d = Direct()
-    assert d.refs() == ([2, 2], 2)
+    assert d.pins() == (2, 2)
     d.ack(AckKind.ENQUEUED)
-    assert d.refs() == ([1, 1], 2) and d.inc.states[0] is PageState.SPILLING
+    assert d.pins() == (1, 2) and d.inc.state(0) is PageState.SPILLING
     d.ack(AckKind.COMPLETED)
-    assert d.refs() == ([1, 1], 1) and d.inc.states[0] is PageState.CLEAN_PINNED
+    assert d.pins() == (1, 1) and d.inc.state(0) is PageState.CLEAN_PINNED
 
 
 def test_completed_implies_enqueued() -> None:
     d = Direct()
     d.ack(AckKind.COMPLETED)
-    assert d.refs() == ([1, 1], 1)
+    assert d.pins() == (1, 1)
     d.ack(AckKind.ENQUEUED)
     assert d.m.stats().acks_repeated == 1
 
@@ -85,8 +87,8 @@ def test_a_mask_with_a_hole_is_a_failure_and_the_page_goes_again_with_bytes(mask
     d = Direct()
     d.ack(AckKind.COMPLETED, mask=mask)
     d.m.retire(1, {"r": 6})
-    assert d.inc.states[0] is PageState.GPU_ONLY and d.m.stats().spills_failed == 1
-    assert d.m.stats().host_pages_published == 0 and d.refs() == ([1, 1], 1)
+    assert d.inc.state(0) is PageState.GPU_ONLY and d.m.stats().spills_failed == 1
+    assert d.m.stats().host_pages_published == 0 and d.pins() == (1, 1)
     (again,) = d.plan(2).spills
     assert again.id == 2 and again.copy_bytes and not again.after_forward
 
@@ -117,30 +119,30 @@ def test_private_pools_every_writer_must_acknowledge_and_every_mask_must_be_full
     d = Direct(num_ranks=2, num_writers=2)
     d.ack(AckKind.ENQUEUED, rank=0)
     d.ack(AckKind.ENQUEUED, rank=0)
-    assert d.refs()[0] == [2, 2] and d.m.stats().acks_repeated == 1
+    assert d.pins()[0] == 2 and d.m.stats().acks_repeated == 1
     d.ack(AckKind.COMPLETED, rank=1)
-    assert d.refs() == ([1, 1], 2), "rank 1's completed implies its enqueued; rank 0 has not completed"
-    assert d.inc.states[0] is PageState.SPILLING
+    assert d.pins() == (1, 2), "rank 1's completed implies its enqueued; rank 0 has not completed"
+    assert d.inc.state(0) is PageState.SPILLING
     d.ack(AckKind.COMPLETED, rank=0)
-    assert d.inc.states[0] is PageState.CLEAN_PINNED
+    assert d.inc.state(0) is PageState.CLEAN_PINNED
     d = Direct(num_ranks=2, num_writers=2)
     d.ack(AckKind.COMPLETED, rank=0)
     d.ack(AckKind.COMPLETED, rank=1, mask=1)
-    assert d.inc.states[0] is PageState.GPU_ONLY
+    assert d.inc.state(0) is PageState.GPU_ONLY
 
 
 def test_failed_waits_for_every_writer_before_pins_go() -> None:
     d = Direct(num_ranks=2, num_writers=2)
     d.ack(AckKind.FAILED, rank=0)
-    assert d.refs() == ([2, 2], 2)
+    assert d.pins() == (2, 2)
     d.ack(AckKind.COMPLETED, rank=1)
-    assert d.refs() == ([1, 1], 1) and d.inc.states[0] is PageState.GPU_ONLY
+    assert d.pins() == (1, 1) and d.inc.state(0) is PageState.GPU_ONLY
 
 
 def test_acknowledgements_of_an_older_incarnation_are_dropped() -> None:
     d = Direct()
     d.ack(AckKind.COMPLETED, incarnation=4)
-    assert d.m.stats().acks_old_incarnation == 1 and d.refs() == ([2, 2], 2)
+    assert d.m.stats().acks_old_incarnation == 1 and d.pins() == (2, 2)
 
 
 def test_ids_never_issued_or_not_sent_are_our_bug() -> None:
@@ -158,7 +160,7 @@ def test_ids_never_issued_or_not_sent_are_our_bug() -> None:
 
 def test_the_command_that_hands_out_a_block_under_a_copy_lists_the_fence() -> None:
     d = Direct()
-    blocks = d.inc.resident[0]
+    blocks = d.inc.blocks(0)
     d.ack(AckKind.ENQUEUED)
     d.m.retire(1, {"r": 6})
     d.m.preempt("r")
@@ -179,7 +181,7 @@ def test_overdue_copies_are_named_and_their_pins_stay() -> None:
     assert d.m.overdue_transfers() == ()
     d.now_s = 31.0
     assert d.m.overdue_transfers() == ((0, 1),)
-    assert d.refs() == ([2, 2], 2) and d.m.has_pending_work()
+    assert d.pins() == (2, 2) and d.m.has_pending_work()
     d.m.worker_lost(6)
     assert d.m.stats().device_blocks_free == 59 and d.m.stats().host_blocks_free == 19
     assert not d.m.has_pending_work()
@@ -254,6 +256,6 @@ def test_rejected_drafts_uncover_their_rows() -> None:
 def test_a_row_never_goes_to_a_page_that_is_not_exclusively_ours() -> None:
     d = Direct()
     d.m.retire(1, {"r": 6})
-    d.inc.valid = 3
+    d.inc.valid = d.inc.planned = d.inc.settled = 3
     with pytest.raises(InvariantError, match="step would write page 0 of 'r', which is SPILLING"):
         d.plan(2, [("r", 3, 1)])

@@ -140,8 +140,8 @@ class HandDriver:
             time.sleep(0.005)  # leaves the copy thread a core
 
     def give_hot_region(self, seat: Seat) -> None:
-        rows = hot_rows(self.config.cache, self.layout)
-        for g, group in enumerate(self.layout.hots):
+        for g, rows in enumerate(hot_rows(self.config.cache, self.layout)):
+            group = self.layout.hots[g]
             blocks = tuple(self._device_block() for _ in range(self.layout.hot_blocks(rows)))
             self._updates.append(BlockTableUpdate(group_id=group.group_id, seat=seat.seat, first_page=0, ids=blocks,
                                                   num_pages=len(blocks)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hisparse.config import hot_rows, kv_layout
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.testing.reference_decode import ReferenceModel, ReferenceRun, chunk_lengths
 from tests.engine.hand_driver import BLOCK, HandDriver, Seat, engine_config
@@ -89,6 +90,27 @@ def test_hot_region_and_host_history(path: Path, driver: HandDriver) -> None:
     driver.decode([seat], 20)
     check(path, seat, chunks)
     assert driver.stats.miss_rows > 0 and driver.stats.hot_rows > 0
+
+
+def test_hot_regions_of_different_sizes(path: Path) -> None:
+    """Rows per hot group from a budget and weights, each group's region as large as its own share."""
+    groups = len(kv_layout(engine_config(path)).hots)
+    assert groups > 1
+    weights = [1.0, *[3.0] * (groups - 1)]
+    budget = {"hot_rows": None, "hot_rows_total": groups * 32 + 8 * BLOCK, "hot_rows_weights": weights}
+    with HandDriver(engine_config(path, cache=budget)) as driver:
+        sizes = hot_rows(driver.config.cache, driver.layout)
+        assert len(sizes) == groups and sizes[0] < sizes[1]
+        ids, chunks = prompt(path, 150, start=21), (64, 64, 22)
+        seat = driver.open(2, ids)
+        driver.prefill(seat, chunks)
+        gone = range(len(seat.host) - 2)
+        driver.spill(seat, gone)
+        driver.give_hot_region(seat)
+        driver.drop(seat, gone)
+        driver.decode([seat], 20)
+        check(path, seat, chunks)
+        assert driver.stats.miss_rows > 0 and driver.stats.hot_rows > 0
 
 
 def test_prefill_over_host_history(path: Path, driver: HandDriver) -> None:

@@ -6,25 +6,25 @@ A fault is a function of a MonkeyPatch whose docstring names the broken rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hisparse.cache import mirrors
 from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.core import CacheCore
 from hisparse.cache.fork import Fork
-from hisparse.cache.groups import PublishedBlocks
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.loads import Loads
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
+from hisparse.cache.prefix_index import PublishedBlocks
 from hisparse.cache.publication import Publication
+from hisparse.cache.releaser import Releaser
 from hisparse.cache.request import Incarnation
 from hisparse.cache.residency import PageState
-from hisparse.cache.spills import Spills, TransferKind
+from hisparse.cache.spills import Spills
+from hisparse.cache.step_planner import StepPlanner
 from hisparse.cache.steps import StepClock
 from hisparse.cache.tables import TableChanges
 from hisparse.types import AckKind
@@ -52,22 +52,22 @@ def host_blocks_freed_at_once(patch: Patch) -> None:
 
 def a_loose_page_is_freed_again(patch: Patch) -> None:
     """A loose page's reference is gone already; its release drops none."""
-    def twice(release: Any, self: Residency, inc: Incarnation, page: int, event: object) -> None:
-        loose, blocks = inc.states[page] is PageState.CLEAN_LOOSE, inc.resident[page]
-        release(self, inc, page, event)
-        if loose:
+    def twice(release: Any, self: Residency, inc: Incarnation, first: int, end: int, event: object) -> None:
+        loose = [inc.blocks(page) for page in range(first, end) if inc.states[page] == PageState.CLEAN_LOOSE]
+        release(self, inc, first, end, event)
+        for blocks in loose:
             self.core.pool.free(blocks)
-    wrap(patch, Residency, "release_page", twice)
+    wrap(patch, Residency, "release_pages", twice)
 
 
 def generations_stand_still(patch: Patch) -> None:
     """Every hand-out starts a new generation."""
-    def allocate(original: Any, self: BlockPool, n: int, accept: object = None) -> object:
+    def take_handed_out(original: Any, self: BlockPool) -> object:
         before = self.generations.copy()
-        ids = original(self, n, accept)
+        ids, _ = original(self)
         self.generations[:] = before
-        return ids
-    wrap(patch, BlockPool, "allocate", allocate)
+        return ids, tuple(before[list(ids)].tolist())
+    wrap(patch, BlockPool, "take_handed_out", take_handed_out)
 
 
 def a_reservation_is_leaked(patch: Patch) -> None:
@@ -87,16 +87,19 @@ def a_table_update_is_lost(patch: Patch) -> None:
 def fence_ignored(patch: Patch) -> None:
     """A block that an enqueued copy still reads is handed out with a fence."""
     def drop(original: Any, self: Spills, transfer: Any) -> None:
-        transfer.source_pinned = False
-        self.core.free_device(transfer.device_blocks)
+        original(self, transfer)
+        if transfer.resident is not None:
+            transfer.resident.copy_id = 0
+            self.core.fences.clear()
     wrap(patch, Spills, "_drop_source_pin", drop)
 
 
 def source_never_pinned(patch: Patch) -> None:
     """A spill pins its source from planning until it is enqueued."""
-    def unpinned(original: Any, self: Spills, inc: object, page: int, *, copy_bytes: bool) -> None:
-        original(self, inc, page, copy_bytes=copy_bytes)
+    def unpinned(original: Any, self: Spills, inc: Incarnation, page: int, copy_bytes: bool, now_s: float) -> None:
+        original(self, inc, page, copy_bytes, now_s)
         self._drop_source_pin(self.transfers[self._next_id - 1])
+        inc.resident[page].copy_id = 0
         self.core.fences.clear()
     wrap(patch, Spills, "_plan_page", unpinned)
 
@@ -104,13 +107,15 @@ def source_never_pinned(patch: Patch) -> None:
 def enqueued_is_taken_for_completed(patch: Patch) -> None:
     """Enqueued means that the copy is in the stream, not that it was made."""
     def on_ack(original: Any, self: Spills, ack: Any) -> None:
-        original(self, replace(ack, kind=AckKind.COMPLETED, row_mask=self.full_mask) if ack.kind is AckKind.ENQUEUED else ack)
+        original(self, ack._replace(kind=AckKind.COMPLETED, row_mask=self.full_mask) if ack.kind is AckKind.ENQUEUED else ack)
     wrap(patch, Spills, "on_ack", on_ack)
 
 
 def the_first_rank_completes(patch: Patch) -> None:
     """Every rank that writes a pool, and every rank of a page copy, must report."""
-    wrap(patch, Spills, "issue", lambda original, self, *args, **more: original(self, *args, **{**more, "num_workers": 1}))
+    def one(original: Any, self: Spills, *args: object, **more: object) -> None:
+        original(self, *args, **{**more, "num_writers": 1, "num_ranks": 1})
+    wrap(patch, Spills, "__init__", one)
 
 
 def row_mask_ignored(patch: Patch) -> None:
@@ -124,20 +129,19 @@ def row_mask_ignored(patch: Patch) -> None:
 def rejected_rows_stay_covered(patch: Patch) -> None:
     """A rejected draft's rows are not on the host; here nobody looks at the row mask either."""
     row_mask_ignored(patch)
-    patch.setattr("hisparse.cache.kv_cache_manager.uncover", lambda *args: None)
-    patch.setattr(mirrors, "uncover", lambda *args: None)
+    patch.setattr("hisparse.cache.step_planner.uncover", lambda *args: None)
 
 
 def rejected_rows_count(patch: Patch) -> None:
     """Only accepted rows are in the cache after a step."""
-    def advance(original: Any, self: KVCacheManager, inc: Incarnation, rows: int, end: int) -> None:
+    def advance(original: Any, self: StepPlanner, inc: Incarnation, rows: int, end: int) -> None:
         original(self, inc, end, end)
-    wrap(patch, KVCacheManager, "_advance", advance)
+    wrap(patch, StepPlanner, "_advance", advance)
 
 
 def words_of_an_old_incarnation_count(patch: Patch) -> None:
     """A worker that was replaced has no say about the transfers of its successor."""
-    wrap(patch, Spills, "on_ack", lambda original, self, ack: original(self, replace(ack, incarnation=self.incarnation)))
+    wrap(patch, Spills, "on_ack", lambda original, self, ack: original(self, ack._replace(incarnation=self.incarnation)))
 
 
 def a_spill_of_an_earlier_admission_counts(patch: Patch) -> None:
@@ -153,7 +157,10 @@ def a_spill_of_an_earlier_admission_counts(patch: Patch) -> None:
 
 def the_budget_is_ignored(patch: Patch) -> None:
     """A command carries at most `max_model_len // block_size` spills."""
-    patch.setattr(Spills, "budget", 10_000)
+    def init(original: Any, self: Spills, *args: object, **more: object) -> None:
+        original(self, *args, **more)
+        self.budget = 10_000
+    wrap(patch, Spills, "__init__", init)
 
 
 # ------------------------------------------------------------------------------------------- publication and keys
@@ -169,11 +176,11 @@ def published_after_a_preemption(patch: Patch) -> None:
 
 def last_sampled_token_published(patch: Patch) -> None:
     """The last sampled token has no KV."""
-    def release(original: Any, self: KVCacheManager, inc: Incarnation, *, finished: bool) -> None:
-        if finished and not inc.loading and inc.valid == inc.identity.num_tokens - 1 < inc.num_pages * self.layout.block_size:
+    def release(original: Any, self: Releaser, inc: Incarnation, *, finished: bool) -> None:
+        if finished and not inc.loading and inc.valid == inc.identity.num_tokens - 1 < inc.num_pages * self.core.block_size:
             inc.valid += 1
         original(self, inc, finished=finished)
-    wrap(patch, KVCacheManager, "_release", release)
+    wrap(patch, Releaser, "release", release)
 
 
 def hash_kept_after_the_hand_out(patch: Patch) -> None:
@@ -220,8 +227,7 @@ def adopted_before_the_allocation(patch: Patch) -> None:
     """Adoption runs after allocation, so that admission arithmetic equals what is pinned."""
     def take(original: Any, self: Admitter, inc: Incarnation, hit: Any) -> None:
         original(self, inc, hit)
-        for page in range(hit.host_pages):
-            self.residency.adopt(inc, page, inc.identity.keys.keys[page])
+        self.residency.adopt(inc, inc.identity.keys.keys[: hit.pages])
     wrap(patch, Admitter, "_take_hit", take)
 
 
@@ -233,7 +239,7 @@ def a_copy_survives_its_reuse(patch: Patch) -> None:
 def reuse_forgets_one_owner(patch: Patch) -> None:
     """Reuse of one block nulls the page for every owner."""
     def reused(original: Any, self: Residency, shared: Any, block: int) -> None:
-        if len(shared.owners) > 1:
+        if shared.owners and len(shared.owners) > 1:
             shared.owners.pop(next(iter(shared.owners)))
         original(self, shared, block)
     wrap(patch, Residency, "_reused", reused)
@@ -254,18 +260,18 @@ def shrunk_without_reset(patch: Patch) -> None:
 
 def shrunk_without_its_tables(patch: Patch) -> None:
     """The worker learns of a shrunk region before its blocks go on."""
-    def grow_only(original: Any, self: TableChanges, inc: Any, rows: int, *, first_block: int = 0) -> None:
-        if not first_block or len(inc.hot[0]) > first_block:
-            original(self, inc, rows, first_block=first_block)
+    def grow_only(original: Any, self: TableChanges, inc: Any, group: int, rows: int, *, first_block: int = 0) -> None:
+        if not first_block or len(inc.hot[group]) > first_block:
+            original(self, inc, group, rows, first_block=first_block)
     wrap(patch, TableChanges, "hot", grow_only)
 
 
 def grown_blocks_never_given_back(patch: Patch) -> None:
     """What a hot region has beyond its starting size counts as free, so the pool asks for it."""
-    def allocate(original: Any, self: BlockPool, n: int, accept: object = None) -> object:
+    def take(original: Any, self: BlockPool, n: int, accept: object = None) -> object:
         self.on_shortage = None
         return original(self, n, accept)
-    wrap(patch, BlockPool, "allocate", allocate)
+    wrap(patch, BlockPool, "take", take)
 
 
 # ------------------------------------------------------------------------------------------- imports and forks
@@ -291,12 +297,10 @@ def copy_on_write_skipped(patch: Patch) -> None:
 
 def fork_ends_not_pinned(patch: Patch) -> None:
     """Both ends of a page copy stay leased until every rank reported."""
-    def issue(original: Any, self: Spills, kind: TransferKind, *args: object, **more: Any) -> object:
-        if kind is TransferKind.PAGE_COPY:
-            self.core.pool.free(more["device_blocks"])
-            more["device_blocks"] = ()
-        return original(self, kind, *args, **more)
-    wrap(patch, Spills, "issue", issue)
+    def issue(original: Any, self: Spills, *args: object, **more: Any) -> object:
+        self.core.pool.free(more["device_blocks"])
+        return original(self, *args, **{**more, "device_blocks": ()})
+    wrap(patch, Spills, "issue_page_copy", issue)
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -19,7 +19,7 @@ HOT1 = LAYOUT.hots[1].group_id
 
 
 def tables():
-    return KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=16)
+    return KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16))
 
 
 def update(group_id, seat, first_page, ids, num_pages):
