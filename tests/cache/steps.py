@@ -238,5 +238,13 @@ class Steps:
                 if not self.h.store.plan_store(key, block):
                     self.m.unpin_indexer([block])
 
+    def turn(self) -> None:
+        """The oldest step ends on every rank, and is retired."""
+        if self.flights:
+            for rank in range(len(self.h.workers)):
+                if rank not in self.flights[0].done:
+                    self.execute(rank)
+            self.retire()
+
     def finish(self, req: Req, *, finished: bool = True) -> None:
         raise NotImplementedError

@@ -19,7 +19,7 @@ from hisparse.errors import InvariantError
 from hisparse.types import AckKind, HiSparseWorkerOutput, TransferAck
 from tests.cache.harness import Harness
 from tests.cache.laws import check
-from tests.cache.lives import import_over_an_aborted_request, live
+from tests.cache.lives import SCRIPTS, live
 from tests.cache.steps import MAX_LEN
 from tests.cache.world import LANDINGS, World
 
@@ -72,12 +72,8 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.flights)
     @rule()
-    def retire(self) -> None:
-        """The oldest step ends on every rank."""
-        for rank in range(len(self.world.h.workers)):
-            if rank not in self.world.flights[0].done:
-                self.world.execute(rank)
-        self.world.retire()
+    def turn(self) -> None:
+        self.world.turn()
 
     @precondition(lambda self: self.world.h.store is not None and self.world.h.store.stores)
     @rule()
@@ -165,7 +161,8 @@ def test_lives_meet_every_event() -> None:
         world = live(seed)
         met.update(world.events)
         met.update(asdict(world.m.stats()))
-        import_over_an_aborted_request(seed)
+    for script in SCRIPTS:
+        script(0)
     expected = [
         *(f"fork of a page {state}" for state in ("GPU_ONLY", "SPILLING", "CLEAN_PINNED", "CLEAN_LOOSE", "HOST_ONLY")),
         "fork at a page border", "fork inside a page border", "fork of a request in flight",
