@@ -7,7 +7,7 @@ What a step has many of is a NamedTuple: made in a third of the time of a frozen
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,29 @@ class BlockTableUpdate(NamedTuple):
     first_page: int
     ids: tuple[int, ...]
     num_pages: int
+
+
+class ResidentPagesUpdate(NamedTuple):
+    """New entries of one seat's rows in the tables of *every* resident group: one value for a page, however many groups.
+
+    `blocks[i]` are the blocks of page `first_page + i`, one per resident group in the order of `layout.residents`; () = null
+    in all of them. Entries below `first_page` keep; every entry at or beyond `num_pages` becomes null.
+    """
+
+    seat: int
+    first_page: int
+    blocks: tuple[tuple[int, ...], ...]
+    num_pages: int
+
+    def by_group(self, group_ids: Sequence[int]) -> tuple[BlockTableUpdate, ...]:
+        """The same as one update per resident group; `group_ids` of `layout.residents` in order."""
+        return tuple(
+            BlockTableUpdate(group_id, self.seat, self.first_page,
+                             tuple([page[g] if page else 0 for page in self.blocks]), self.num_pages)
+            for g, group_id in enumerate(group_ids))
+
+
+TableUpdate = BlockTableUpdate | ResidentPagesUpdate
 
 
 class SeatReset(NamedTuple):
@@ -133,7 +156,7 @@ class SparseKVOffloadCommand:
     new_device_blocks: NewBlocks = NewBlocks()
     new_host_blocks: NewBlocks = NewBlocks()
     fences: tuple[Fence, ...] = ()
-    table_updates: tuple[BlockTableUpdate, ...] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
     hot_rows: tuple[HotRows, ...] = ()
     seat_resets: tuple[SeatReset, ...] = ()
     page_copies: tuple[PageCopy, ...] = ()
@@ -282,7 +305,7 @@ class StepCommand:
 
     step: int
     chunks: tuple[ScheduledChunk, ...] = ()
-    table_updates: tuple[BlockTableUpdate, ...] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
     """Used only when HiSparse is off; otherwise updates travel in SparseKVOffloadCommand."""
     kv: Mapping[str, Any] = field(default_factory=dict)
 

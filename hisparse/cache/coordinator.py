@@ -12,13 +12,13 @@ from hisparse.cache.publication import Publication
 from hisparse.cache.request import Incarnation
 from hisparse.cache.spills import Spills
 from hisparse.types import (
-    BlockTableUpdate,
     Fence,
     HiSparseWorkerOutput,
     MirrorSpan,
     NewBlocks,
     PageCopy,
     SparseKVOffloadCommand,
+    TableUpdate,
 )
 
 Scheduled = Sequence[tuple[str, int, int]]
@@ -72,7 +72,7 @@ class HiSparseCoordinator:
         """Host destinations of every row the step may write."""
         return build_spans(self.core, scheduled)
 
-    def take_block_table_updates(self) -> tuple[BlockTableUpdate, ...]:
+    def take_block_table_updates(self) -> tuple[TableUpdate, ...]:
         """Drains changed rows of all groups in order; a vanished request gives empty rows."""
         return self.core.tables.take_updates()
 

@@ -36,12 +36,12 @@ from hisparse.config import CacheConfig, hot_rows, hot_rows_max
 from hisparse.errors import ConfigError, InvariantError, RequestError
 from hisparse.layout import KVCacheLayout, check_query_rows
 from hisparse.types import (
-    BlockTableUpdate,
     HiSparseWorkerOutput,
     Landing,
     PageGenerations,
     RequestPages,
     SparseKVOffloadCommand,
+    TableUpdate,
 )
 
 __all__ = ["Admission", "CacheStats", "Fit", "KVCacheManager", "PrefixHit"]
@@ -231,7 +231,7 @@ class KVCacheManager:
         self.last_command = self._steps.plan(step, scheduled)
         return self.last_command
 
-    def take_table_updates(self) -> tuple[BlockTableUpdate, ...]:
+    def take_table_updates(self) -> tuple[TableUpdate, ...]:
         """Table updates since the last call, when HiSparse is off (otherwise they travel in the command)."""
         return self.core.tables.take_updates()
 

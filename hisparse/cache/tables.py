@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hisparse.cache.request import Incarnation
+from hisparse.cache.request import ABSENT, Incarnation
 from hisparse.layout import CacheGroup, KVCacheLayout
-from hisparse.types import BlockTableUpdate, HotRows, SeatReset
+from hisparse.types import BlockTableUpdate, HotRows, ResidentPagesUpdate, SeatReset, TableUpdate
 
 Runs = list[tuple[int, int]]
 """Ranges [first, end) of pages; an empty one = only the length of the table changed."""
@@ -64,11 +64,12 @@ class TableChanges:
         self._hot.pop(inc, None)
         self._emptied[inc.seat] = None
 
-    def take_updates(self) -> tuple[BlockTableUpdate, ...]:
+    def take_updates(self) -> tuple[TableUpdate, ...]:
         """Empty rows first, then the changed runs of every group in order."""
         layout = self._layout
         groups: Sequence[CacheGroup] = layout.groups if self._enabled else (layout.indexer, *layout.residents)
-        out = [BlockTableUpdate(group.group_id, seat, 0, (), 0) for group in groups for seat in self._emptied]
+        out: list[TableUpdate] = [
+            BlockTableUpdate(group.group_id, seat, 0, (), 0) for group in groups for seat in self._emptied]
         held = [(inc, _merged(runs, inc.num_pages)) for inc, runs in self._held.items()]
         for inc, runs in held:
             for first, end in runs:
@@ -91,25 +92,14 @@ class TableChanges:
         self._emptied.clear()
         return tuple(out)
 
-    def _take_resident(self, out: list[BlockTableUpdate]) -> None:
-        """Group by group, the runs of every request."""
-        columns: list[tuple[int, int, int, list[tuple[int, ...]]]] = []
-        groups = self._layout.residents
+    def _take_resident(self, out: list[TableUpdate]) -> None:
+        """The runs of every request, for all groups at once."""
         for inc, marks in self._resident.items():
             seat, num_pages, get = inc.seat, inc.num_pages, inc.resident.get
             for first, end in _merged(marks, num_pages):
-                by_group: list[tuple[int, ...]]
-                if end - first == 1:
-                    page = get(first)
-                    by_group = [(block,) for block in page.blocks] if page is not None else [(0,)] * len(groups)
-                else:
-                    pages = [get(page) for page in range(first, end)]
-                    by_group = [tuple([0 if page is None else page.blocks[g] for page in pages])
-                                for g in range(len(groups))]
-                columns.append((seat, first, num_pages, by_group))
-        for g, group in enumerate(groups):
-            group_id = group.group_id
-            out += [BlockTableUpdate(group_id, seat, first, ids[g], num_pages) for seat, first, num_pages, ids in columns]
+                pages = [get(page) for page in range(first, end)]
+                blocks = tuple([page.blocks if page is not None else ABSENT for page in pages])
+                out.append(ResidentPagesUpdate(seat, first, blocks, num_pages))
 
     def take_hot_rows(self) -> tuple[HotRows, ...]:
         out = tuple([HotRows(seat, group, rows) for (seat, group), rows in self._hot_rows.items()])

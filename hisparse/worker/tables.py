@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
-from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan
+from hisparse.types import HotRows, MirrorSpan, ResidentPagesUpdate, TableUpdate
 
 
 class KVTables:
@@ -72,13 +72,16 @@ class KVTables:
         return self.tables[self.layout.hots[group].group_id]
 
     # ---- the command
-    def apply(self, updates: Iterable[BlockTableUpdate]) -> None:
+    def apply(self, updates: Iterable[TableUpdate]) -> None:
         """Applies updates in order.
 
         Raises:
             InvariantError: a group, seat or page outside the tables.
         """
         for update in updates:
+            if isinstance(update, ResidentPagesUpdate):
+                self._apply_resident(update)
+                continue
             if not 0 <= update.group_id < len(self.tables):
                 raise InvariantError(f"table update for group {update.group_id}; groups are 0..{len(self.tables) - 1}")
             table = self.tables[update.group_id]
@@ -92,6 +95,26 @@ class KVTables:
             row = table[update.seat]
             if update.ids:
                 row[update.first_page : end] = torch.tensor(update.ids, dtype=torch.int32)
+            row[update.num_pages :] = 0
+
+    def _apply_resident(self, update: ResidentPagesUpdate) -> None:
+        self._check_seat(update.seat, "table update")
+        num_groups, end = len(self.layout.residents), update.first_page + len(update.blocks)
+        if update.first_page < 0 or end > self.pages or not 0 <= update.num_pages <= self.pages:
+            raise InvariantError(
+                f"table update of seat {update.seat}, resident groups, covers pages {update.first_page}..{end} of "
+                f"{update.num_pages}, but the tables have {self.pages}"
+            )
+        if any(len(page) not in (0, num_groups) for page in update.blocks):
+            raise InvariantError(
+                f"table update of seat {update.seat} has pages of {sorted({len(page) for page in update.blocks})} blocks "
+                f"for {num_groups} resident groups"
+            )
+        null = (0,) * num_groups
+        blocks = torch.tensor([page or null for page in update.blocks], dtype=torch.int32).reshape(-1, num_groups)
+        for group in range(num_groups):
+            row = self.resident(group)[update.seat]
+            row[update.first_page : end] = blocks[:, group]
             row[update.num_pages :] = 0
 
     def apply_hot_rows(self, items: Iterable[HotRows]) -> None:

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hisparse.layout import KVCacheLayout
 from hisparse.types import (
     AckKind,
+    BlockTableUpdate,
     HiSparseWorkerOutput,
     ImportTarget,
     Landing,
     SparseKVOffloadCommand,
     SparseKVPageTransfer,
+    TableUpdate,
     TransferAck,
 )
 
 POISON = -1
 Row = int
 """Stands for the KV of one position: differs whenever a token up to it, or an extra key, differs (`harness.next_row`)."""
+
+
+def flat(updates: Iterable[TableUpdate], layout: KVCacheLayout) -> list[BlockTableUpdate]:
+    """Updates of single groups."""
+    residents = [group.group_id for group in layout.residents]
+    return [row for update in updates
+            for row in ((update,) if isinstance(update, BlockTableUpdate) else update.by_group(residents))]
 
 
 @dataclass
@@ -128,7 +138,7 @@ class FakeWorker:
                     self.landed.discard(block)
                 continue
             self.device[block] = [POISON] * self.size
-        for update in command.table_updates:
+        for update in flat(command.table_updates, self.layout):
             table = self.table(update.group_id, update.seat)
             end = update.first_page + len(update.ids)
             table += [0] * (max(end, update.num_pages) - len(table))  # entries never named are null

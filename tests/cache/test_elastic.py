@@ -5,6 +5,7 @@ from __future__ import annotations
 from hisparse.cache.elastic import MAX_GROWN_REGIONS
 from hisparse.cache.request import Incarnation
 from hisparse.types import BlockTableUpdate, HotRows, Landing, SeatReset
+from tests.cache.fake_worker import flat
 from tests.cache.harness import Harness, Req
 
 GROUPS = 2
@@ -62,7 +63,7 @@ def test_a_region_grows_a_page_a_step_up_to_its_limit_and_no_row_is_moved() -> N
         new = region(inc)
         h.step()
         assert [list(blocks[:new]) for blocks in inc.hot] == before
-        changed = [u for u in h.last.table_updates if u.group_id in {group.group_id for group in h.layout.hots}]
+        changed = [u for u in flat(h.last.table_updates, h.layout) if u.group_id in {group.group_id for group in h.layout.hots}]
         if new == size and any(r.rows == size * 4 for r in h.last.hot_rows):
             assert h.last.hot_rows == tuple(HotRows(seat=req.seat, hot_group=g, rows=size * 4) for g in range(GROUPS))
             assert changed == [
@@ -151,7 +152,7 @@ def test_taken_back_before_a_preemption_last_page_first() -> None:
     assert region(inc) == 2, "the rest went for the watermark, never below the starting size"
     assert {hot.rows for hot in command.hot_rows} == {8}
     hots = {group.group_id: g for g, group in enumerate(h.layout.hots)}
-    assert {(hots[u.group_id], u.ids, u.num_pages) for u in command.table_updates if u.group_id in hots} == {
+    assert {(hots[u.group_id], u.ids, u.num_pages) for u in flat(command.table_updates, h.layout) if u.group_id in hots} == {
         (0, (), 2), (1, (), 2)}
     h.worker.complete_all(h.rng)
     h.retire([(b, 0, 8)])

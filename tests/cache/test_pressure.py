@@ -10,6 +10,7 @@ from hisparse.cache.residency import PageEvent, PageState
 from hisparse.config import CacheConfig
 from hisparse.errors import ConfigError, RequestError
 from hisparse.types import Landing
+from tests.cache.fake_worker import flat
 from tests.cache.harness import Harness, Store, small_layout
 
 
@@ -86,7 +87,7 @@ def test_reuse_nulls_the_page_in_every_group_in_the_command_that_hands_it_out() 
         before = {(g.group_id, p): b for g in h.layout.residents
                   for p, b in enumerate(h.worker.tables.get((g.group_id, 0), []))}
         h.step()
-        nulled = {(u.group_id, u.first_page + i) for u in h.last.table_updates for i, b in enumerate(u.ids)
+        nulled = {(u.group_id, u.first_page + i) for u in flat(h.last.table_updates, h.layout) for i, b in enumerate(u.ids)
                   if b == 0 and before.get((u.group_id, u.first_page + i))}
         groups = {group for group, _ in nulled}
         assert groups in (set(), {g.group_id for g in h.layout.residents})
@@ -290,7 +291,7 @@ def test_hisparse_off_is_an_ordinary_device_cache() -> None:
     admission = manager.admit("r", manager.prefix("r"), chunk_tokens=8)
     assert manager.allocate("r", 10)
     assert manager.plan_step(1, [("r", 0, 10)]) is None
-    updates = manager.take_table_updates()
+    updates = flat(manager.take_table_updates(), manager.layout)
     assert {u.group_id for u in updates if u.ids and u.ids[0]} == {0, 2, 3} and admission.seat == 0
     manager.retire(1, {"r": 10})
     assert manager.all_context_pages_resident(["r"]) and not manager.has_pending_work()

@@ -16,6 +16,7 @@ from hisparse.cache.coordinator import HiSparseCoordinator
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.config import CacheConfig
 from hisparse.types import Landing, SparseKVOffloadCommand
+from tests.cache.fake_worker import flat
 from tests.cache.harness import Harness, Store, small_layout
 from tests.cache.lives import live
 from tests.cache.snapshot import snapshot
@@ -142,7 +143,7 @@ def test_hisparse_off_makes_no_coordinator_no_command_and_no_table_of_its_own(mo
                 assert manager.allocate(f"r{i}", num)
             assert manager.plan_step(step, [(f"r{i}", computed, num) for i in range(2)]) is None
             assert manager.last_command is None
-            groups.update(update.group_id for update in manager.take_table_updates())
+            groups.update(update.group_id for update in flat(manager.take_table_updates(), manager.layout))
             computed += num
             manager.on_worker_output([])
             manager.retire(step, {f"r{i}": computed for i in range(2)})
@@ -153,7 +154,7 @@ def test_hisparse_off_makes_no_coordinator_no_command_and_no_table_of_its_own(mo
             assert manager.overdue_transfers() == ()
         manager.preempt("r0")
         manager.free("r1")
-        groups.update(update.group_id for update in manager.take_table_updates())
+        groups.update(update.group_id for update in flat(manager.take_table_updates(), manager.layout))
 
     called = calls_during(run)
     assert called, "the profiler saw something"

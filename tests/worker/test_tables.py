@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hisparse.errors import ConfigError, InvariantError, TransferError
-from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan
+from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan, ResidentPagesUpdate
 from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, RowBatch
 from tests.worker.rig import make_layout
 
@@ -52,6 +52,35 @@ def test_updates_replace_from_the_first_changed_page_and_clear_the_rest():
     ],
 )
 def test_updates_outside_the_tables_are_refused(bad, message):
+    with pytest.raises(InvariantError, match=message):
+        tables().apply([bad])
+
+
+@pytest.mark.parametrize("update", [
+    ResidentPagesUpdate(seat=1, first_page=2, blocks=((5, 6), (), (9, 10)), num_pages=6),
+    ResidentPagesUpdate(seat=1, first_page=4, blocks=(), num_pages=4),
+    ResidentPagesUpdate(seat=1, first_page=0, blocks=((3, 4),), num_pages=1),
+])
+def test_a_resident_update_is_one_update_for_each_resident_group(update):
+    assert len(LAYOUT.residents) == 2
+    once, apart = tables(), tables()
+    for t in (once, apart):
+        t.apply([ResidentPagesUpdate(seat=s, first_page=0, blocks=((11, 12),) * 5, num_pages=5) for s in (0, 1)])
+    once.apply([update])
+    apart.apply(update.by_group([group.group_id for group in LAYOUT.residents]))
+    for a, b in zip(once.tables, apart.tables, strict=True):
+        assert torch.equal(a, b)
+    assert once.resident(0)[0].tolist() == [11] * 5 + [0] * 3 and once.resident(1)[0].tolist() == [12] * 5 + [0] * 3
+
+
+@pytest.mark.parametrize(("bad", "message"), [
+    (ResidentPagesUpdate(seat=3, first_page=0, blocks=(), num_pages=0), "seat 3; seats are 0..2"),
+    (ResidentPagesUpdate(seat=0, first_page=7, blocks=((1, 2), (3, 4)), num_pages=9),
+     r"pages 7..9 of 9, but the tables have 8"),
+    (ResidentPagesUpdate(seat=0, first_page=0, blocks=((1, 2, 3),), num_pages=1),
+     r"pages of \[3\] blocks for 2 resident groups"),
+])
+def test_resident_updates_outside_the_tables_are_refused(bad, message):
     with pytest.raises(InvariantError, match=message):
         tables().apply([bad])
 
