@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hisparse.cache.kv_cache_manager import Admission, CacheStats, Fit, KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
+from hisparse.cache.retention import Retention
 from hisparse.config import CacheConfig, hot_rows
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
 from hisparse.types import HiSparseWorkerOutput, Landing, SparseKVOffloadCommand
@@ -114,6 +115,7 @@ class Req:
     computed: int = 0
     seat: int = -1
     preemptions: int = 0
+    retention: Retention | None = None
     _rows: list[Row] = field(default_factory=list)
 
     def rows(self, num_tokens: int | None = None) -> list[Row]:
@@ -183,10 +185,11 @@ class Harness:
         return [worker for worker in self.workers if worker.writer]
 
     # ------------------------------------------------------------------------------------------- requests
-    def add(self, request_id: str, tokens: list[int], max_tokens: int = 4, extra: ExtraKeys | None = None) -> Req:
+    def add(self, request_id: str, tokens: list[int], max_tokens: int = 4, extra: ExtraKeys | None = None,
+            retention: Retention | None = None) -> Req:
         extra = extra or ExtraKeys()
-        self.manager.open(request_id, tokens, extra_keys=extra, max_tokens=max_tokens)
-        req = Req(request_id, list(tokens), max_tokens, len(tokens), extra)
+        self.manager.open(request_id, tokens, extra_keys=extra, max_tokens=max_tokens, retention=retention)
+        req = Req(request_id, list(tokens), max_tokens, len(tokens), extra, retention=retention)
         self.reqs[request_id] = req
         return req
 

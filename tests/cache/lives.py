@@ -22,13 +22,15 @@ MOVES = {
 """Weights of a calm life, of a hectic one, in which requests come and go while steps are in flight, and of a long one."""
 
 
-def birth(seed: int, *, pipelined: bool = False, trace: bool = False) -> World:
+def birth(seed: int, *, pipelined: bool | None = None, trace: bool = False) -> World:
+    """pipelined: None = in half of the lives."""
     rng = random.Random(seed)
     roomy = rng.random() < 0.3  # host memory and an indexer store for everything, and next to no device memory
     return World(seed, groups=rng.randint(1, 2), spare=rng.choice((0, 4) if roomy else (0, 4, 10, 20, 30)),
                  host=80 if roomy else rng.choice((0, 5, 10, 20)), store=80 if roomy else rng.choice((0, 0, 3)),
                  drafts=rng.random() < 0.5, elastic=rng.randint(0, 6), ranks=rng.choice((1, 1, 2, 3)),
-                 private=rng.random() < 0.5, pipelined=pipelined, trace=trace)
+                 private=rng.random() < 0.5, pipelined=seed % 4 > 1 if pipelined is None else pipelined,
+                 trace=trace)
 
 
 def move(world: World, name: str, rng: random.Random) -> None:
@@ -52,7 +54,7 @@ def move(world: World, name: str, rng: random.Random) -> None:
     getattr(owner, name)(**arguments.get(name, {}))
 
 
-def live(seed: int, steps: int = 250, *, pipelined: bool = False, trace: bool = False) -> World:
+def live(seed: int, steps: int = 250, *, pipelined: bool | None = None, trace: bool = False) -> World:
     """One random life, without hypothesis: fast, and reproducible by its seed."""
     world = birth(seed, pipelined=pipelined, trace=trace)
     rng = random.Random(seed + 1)

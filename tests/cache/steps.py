@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hisparse.cache.prefix import ExtraKeys
 from hisparse.cache.residency import PageState
+from hisparse.cache.retention import Retention
 from hisparse.types import PageGenerations, RequestPages, SparseKVOffloadCommand
 from tests.cache.fake_worker import Row
 from tests.cache.harness import Harness, Req, Store, is_host_backed, region_blocks, watermark_blocks
@@ -47,6 +48,16 @@ class Flight:
     plain: bool
     done: set[int] = field(default_factory=set)
     """Ranks that have run it."""
+
+
+def retained(retention: Retention | None, num_pages: int) -> int:
+    """How many of the first pages a retention lets others find: boundary by boundary, as its words say."""
+    if retention is None:
+        return num_pages
+    boundaries = list(retention.replay_boundaries)
+    if retention.interval_tokens is not None:
+        boundaries += range(retention.interval_tokens, (num_pages + 1) * SIZE, retention.interval_tokens)
+    return max((boundary // SIZE for boundary in boundaries if boundary // SIZE <= num_pages), default=0)
 
 
 class Steps:
@@ -92,6 +103,7 @@ class Steps:
         self.pages: set[tuple[Row, ...]] = set()
         """Every page of accepted tokens."""
         self.known: dict[str, int] = {}
+        """Request -> how many of its pages are in `pages`."""
         self.events: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------- picks
@@ -113,12 +125,12 @@ class Steps:
         return next(name for i in range(12) if (name := f"r{(self.count + i) % 12}") not in self.h.reqs)
 
     def learn(self, req: Req) -> None:
-        """Its accepted tokens make pages that may be published."""
-        known = self.known.get(req.request_id, 0)
+        """Its accepted tokens make pages that may be published: those before a boundary of its retention."""
         rows = req.rows()
-        for first in range(known, len(rows) - SIZE + 1, SIZE):
-            self.pages.add(tuple(rows[first : first + SIZE]))
-            self.known[req.request_id] = first + SIZE
+        end = retained(req.retention, len(rows) // SIZE)
+        known = self.known.get(req.request_id, 0)
+        self.pages.update(tuple(rows[page * SIZE : (page + 1) * SIZE]) for page in range(known, end))
+        self.known[req.request_id] = end
 
     # ------------------------------------------------------------------------------------------- steps
     def dispatch(self, use_drafts: bool, most: int) -> None:
@@ -133,6 +145,8 @@ class Steps:
             if chunk is not None:
                 planned = req.computed + sum(other.num_rows for other in ahead)
                 replay = not chunk.num_rows
+                self.events["planned behind its own step"] += bool(ahead)
+                self.events["planned behind rejected drafts"] += chunk.start < planned
                 chunks.append(chunk)
                 scheduled.append((req.request_id, planned - replay, chunk.num_rows + replay))
         plain = self.m.all_context_pages_resident([request_id for request_id, _, _ in scheduled])

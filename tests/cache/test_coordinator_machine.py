@@ -33,7 +33,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**16), groups=st.integers(1, 3), spare=st.integers(0, 40), host=st.integers(0, 40),
                 store=st.sampled_from([0, 3, 40]), drafts=st.booleans(), elastic=st.integers(0, 6), ranks=st.integers(1, 3),
-                private=st.booleans())
+                private=st.booleans(), pipelined=st.booleans())
     def start(self, **shape: int) -> None:
         self.world = World(**shape)
 
@@ -169,7 +169,8 @@ def test_lives_meet_every_event() -> None:
         *(f"load {outcome}, {when}" for outcome in ("ok", "failed") for when in ("in time", "late")),
         "prefix hit", "hit of the whole prompt", "indexer pages loaded", "admission refused", "below the watermark",
         "finished with spills under way", "read from host", "drafts rejected", "spill without bytes",
-        "spill with an incomplete mask", "held", "crash, host pool kept", "crash, host pool lost", "timed out",
+        "spill with an incomplete mask", "planned behind its own step", "planned behind rejected drafts", "held",
+        "crash, host pool kept", "crash, host pool lost", "timed out",
         "acks_repeated", "acks_old_incarnation", "late_completions", "spills_failed", "pages_unpinned", "pages_reused",
         "pages_adopted", "host_pages_evicted", "hot_required", "hot_blocks_grown", "hot_blocks_taken_back", "preemptions",
     ]
