@@ -85,6 +85,15 @@ def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
     )
 
 
+def check_host_pool(layout: KVCacheLayout, num_host_blocks: int, max_model_len: int) -> None:
+    """Raises ConfigError when the host pool cannot hold one longest request and two pages more."""
+    need = layout.pages(max_model_len) + 2
+    if num_host_blocks < need:
+        raise ConfigError(
+            f"the host pool has {num_host_blocks} pages, but one request of max_model_len = {max_model_len} tokens needs "
+            f"{need} (pages + 2); raise cache.host_pool_gib or lower max_model_len")
+
+
 class AdmissionArithmetic:
     """Needs and fits, from the state of the cache; changes nothing."""
 

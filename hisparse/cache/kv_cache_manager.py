@@ -6,35 +6,26 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hisparse.cache.admission import AdmissionArithmetic, check_device_pool
+from hisparse.cache.admission import AdmissionArithmetic
 from hisparse.cache.admitter import Admitter
-from hisparse.cache.block_pool import BlockPool
+from hisparse.cache.assembly import build_core
 from hisparse.cache.coordinator import HiSparseCoordinator
-from hisparse.cache.core import CacheCore
 from hisparse.cache.elastic import ElasticRegions
 from hisparse.cache.fork import Fork
-from hisparse.cache.groups import (
-    HiSparseHotManager,
-    HiSparseResidentManager,
-    HiSparseSourceManager,
-    IndexerManager,
-)
 from hisparse.cache.growth import Growth
 from hisparse.cache.loads import Loads
 from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
-from hisparse.cache.prefix_index import PrefixIndex
 from hisparse.cache.releaser import Releaser
 from hisparse.cache.report import PageView, collect_stats, held_pages, page_views
 from hisparse.cache.request import Identity
 from hisparse.cache.retention import Retention
 from hisparse.cache.step_planner import StepPlanner
-from hisparse.cache.tables import TableChanges
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
-from hisparse.config import CacheConfig, hot_rows, hot_rows_max
-from hisparse.errors import ConfigError, InvariantError, RequestError
-from hisparse.layout import KVCacheLayout, check_query_rows
+from hisparse.config import CacheConfig
+from hisparse.errors import InvariantError, RequestError
+from hisparse.layout import KVCacheLayout
 from hisparse.types import (
     HiSparseWorkerOutput,
     Landing,
@@ -73,29 +64,10 @@ class KVCacheManager:
         self.config = config
         self.max_model_len = max_model_len
         self.max_seats = max_seats
-        check_device_pool(layout, config, max_model_len=max_model_len, max_query_tokens=max_query_tokens)
         if incarnation is None:
             incarnation = secrets.randbits(64)
-        pool = BlockPool(config.device_blocks, incarnation=incarnation, name="device")
-        index = PrefixIndex()
-        hot = source = None
-        watermark = 0
-        if config.enabled:
-            _check_host_pool(layout, num_host_blocks, max_model_len)
-            rows = hot_rows(config, layout)
-            check_query_rows(rows, layout.shape.top_k, lookahead_tokens)
-            hot = HiSparseHotManager(
-                layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(n) for n in rows],
-                max_blocks=[layout.hot_blocks(n) for n in hot_rows_max(config, layout)])
-            source = HiSparseSourceManager(
-                layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
-            watermark = max(hot.region_blocks, int(config.device_blocks * config.watermark))
-        self.core = CacheCore(
-            layout=layout, max_model_len=max_model_len, watermark_blocks=watermark,
-            prefix_cache=config.prefix_cache and config.enabled, pool=pool,
-            indexer=IndexerManager(layout.indexer, pool, index), residents=HiSparseResidentManager(layout.residents, pool),
-            hot=hot, source=source, tables=TableChanges(layout, enabled=config.enabled), index=index,
-        )
+        self.core = build_core(layout, config, num_host_blocks=num_host_blocks, max_model_len=max_model_len,
+                               max_query_tokens=max_query_tokens, lookahead_tokens=lookahead_tokens, incarnation=incarnation)
         self.residency = Residency(self.core)
         self.loads = Loads(self.core, self.residency)
         self.elastic = ElasticRegions(self.core)
@@ -362,11 +334,3 @@ class KVCacheManager:
         if identity is None:
             raise InvariantError(f"request {request_id!r} is not open")
         return identity
-
-
-def _check_host_pool(layout: KVCacheLayout, num_host_blocks: int, max_model_len: int) -> None:
-    need = layout.pages(max_model_len) + 2
-    if num_host_blocks < need:
-        raise ConfigError(
-            f"the host pool has {num_host_blocks} pages, but one request of max_model_len = {max_model_len} tokens needs "
-            f"{need} (pages + 2); raise cache.host_pool_gib or lower max_model_len")

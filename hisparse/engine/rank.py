@@ -14,7 +14,7 @@ from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.connector.base import WorkerConnector
 from hisparse.connector.hisparse import HiSparseConnectorWorker
 from hisparse.connector.multi import MultiWorkerConnector
-from hisparse.connector.offloading import OffloadingWorker
+from hisparse.connector.offloading_worker import OffloadingWorker
 from hisparse.engine.model_runner import ModelRunner
 from hisparse.engine.models.hf import DSAModel, load_network
 from hisparse.engine.parallel import HeadParallel

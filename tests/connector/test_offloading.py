@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hisparse.connector.base import IndexerOffload, SchedulerConnector, WorkerConnector
-from hisparse.connector.offloading import OffloadAck, OffloadingScheduler, OffloadingWorker, OffloadOutput
+from hisparse.connector.offloading import OffloadAck, OffloadingScheduler, OffloadOutput
+from hisparse.connector.offloading_worker import OffloadingWorker
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
 from hisparse.worker.device_cache import DeviceCache

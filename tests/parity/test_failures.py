@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hisparse.actors.engine_loop import EngineLoop
-from hisparse.connector.offloading import OffloadingWorker
+from hisparse.connector.offloading_worker import OffloadingWorker
 from hisparse.engine.request import RequestState
 from hisparse.errors import RequestError
 from hisparse.pd import peers as pd_peers
