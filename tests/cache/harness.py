@@ -36,9 +36,7 @@ def watermark_blocks(manager: KVCacheManager) -> int:
 
 def region_blocks(manager: KVCacheManager) -> int:
     """Blocks of one hot region at its starting size, over all groups; from the configuration alone."""
-    rows = hot_rows(manager.config, manager.layout)
-    by_group = rows if isinstance(rows, tuple) else (rows,) * len(manager.layout.hots)
-    return sum(-(-rows // manager.layout.block_size) for rows in by_group)
+    return sum(rows // manager.layout.block_size for rows in hot_rows(manager.config, manager.layout))
 
 
 def is_host_backed(manager: KVCacheManager, request_id: str) -> bool:
@@ -141,7 +139,7 @@ class Harness:
     its parts. `private`: every rank has a host pool of its own, else rank 0 writes one for all."""
 
     def __init__(self, *, device_blocks: int = 64, host_blocks: int = 64, max_model_len: int = 64, seats: int = 4,
-                 chunk: int = 8, groups: int = 2, block_size: int = 4, seed: int = 0, hot_rows: int = 8,
+                 chunk: int = 8, groups: int = 2, block_size: int = 4, seed: int = 0, hot_rows: int | list[int] = 8,
                  store: Store | None = None, clock: list[float] | None = None, num_ranks: int = 1, private: bool = False,
                  **config: object) -> None:
         self.layout = small_layout(block_size, groups)

@@ -28,7 +28,8 @@ def birth(seed: int, *, pipelined: bool | None = None, trace: bool = False) -> W
     roomy = rng.random() < 0.3  # host memory and an indexer store for everything, and next to no device memory
     return World(seed, groups=rng.randint(1, 2), spare=rng.choice((0, 4) if roomy else (0, 4, 10, 20, 30)),
                  host=80 if roomy else rng.choice((0, 5, 10, 20)), store=80 if roomy else rng.choice((0, 0, 3)),
-                 drafts=rng.random() < 0.5, elastic=rng.randint(0, 6), ranks=rng.choice((1, 1, 2, 3)),
+                 drafts=rng.random() < 0.5, elastic=rng.randint(0, 6), uneven=rng.choice((0, 0, 1, 2)),
+                 ranks=rng.choice((1, 1, 2, 3)),
                  private=rng.random() < 0.5, pipelined=seed % 4 > 1 if pipelined is None else pipelined,
                  trace=trace)
 

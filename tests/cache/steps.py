@@ -65,16 +65,19 @@ class Steps:
 
     Args:
         spare, host: blocks beyond the least that a pool may have. store: pages of the indexer store, 0 = none.
-        elastic: pages by which a hot region may grow. private: every rank writes a host pool of its own.
+        elastic: pages by which a hot region may grow. uneven: 0 = alike in every hot group.
+        private: every rank writes a host pool of its own.
         pipelined: a request may be in several dispatched steps at once.
         trace: keep a digest of every command.
     """
 
     def __init__(self, seed: int, *, groups: int, spare: int, host: int, store: int, drafts: bool, elastic: int = 0,
-                 ranks: int = 1, private: bool = False, pipelined: bool = False, trace: bool = False) -> None:
+                 uneven: int = 0, ranks: int = 1, private: bool = False, pipelined: bool = False, trace: bool = False) -> None:
         pages = MAX_LEN // SIZE
-        self.h = Harness(device_blocks=1 + pages + 2 * groups + 4 * groups + spare, host_blocks=pages + 2 + host,
-                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows_max=8 + 4 * elastic,
+        hot = [8 + SIZE * (uneven * group % 3) for group in range(groups)]
+        limit = [rows + SIZE * ((elastic + uneven * group) % 7) for group, rows in enumerate(hot)]
+        self.h = Harness(device_blocks=1 + pages + sum(hot) // SIZE + 4 * groups + spare, host_blocks=pages + 2 + host,
+                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows=hot, hot_rows_max=limit,
                          store=Store(capacity=store) if store else None, num_ranks=ranks, private=private)
         self.m = self.h.manager
         self.rng = random.Random(seed)

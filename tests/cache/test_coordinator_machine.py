@@ -32,8 +32,8 @@ class Lives(RuleBasedStateMachine):
     world: World | None = None
 
     @initialize(seed=st.integers(0, 2**16), groups=st.integers(1, 3), spare=st.integers(0, 40), host=st.integers(0, 40),
-                store=st.sampled_from([0, 3, 40]), drafts=st.booleans(), elastic=st.integers(0, 6), ranks=st.integers(1, 3),
-                private=st.booleans(), pipelined=st.booleans())
+                store=st.sampled_from([0, 3, 40]), drafts=st.booleans(), elastic=st.integers(0, 6), uneven=st.integers(0, 2),
+                ranks=st.integers(1, 3), private=st.booleans(), pipelined=st.booleans())
     def start(self, **shape: int) -> None:
         self.world = World(**shape)
 
