@@ -141,5 +141,24 @@ def import_beside_a_grown_region(seed: int) -> None:
     world.settle()
 
 
-SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork, import_beside_a_grown_region)
+def late_bytes_of_an_aborted_import(seed: int) -> None:
+    """The bytes arrive when another request has taken every block that it could get."""
+    world = World(seed, groups=2, spare=20, host=20, store=0, drafts=False)
+    world.arrive(length=20, kind=0, max_tokens=4)
+    world.admit(landing=(Landing.HOST, Landing.RESIDENT)[seed % 2])
+    world.dispatch(use_drafts=False, most=0)
+    world.turn()
+    world.end_request(finished=False)
+    world.arrive(length=24, kind=1, max_tokens=4)
+    world.admit(landing=None)
+    for _ in range(3):
+        world.dispatch(use_drafts=False, most=1)
+        world.turn()
+    world.load_done(failed=False, num_rows=0)
+    check(world)
+    world.settle()
+
+
+SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork,
+           import_beside_a_grown_region, late_bytes_of_an_aborted_import)
 """What random moves meet too rarely."""
