@@ -6,7 +6,7 @@ from hisparse.cache.coordinator import HiSparseCoordinator
 from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
 from hisparse.cache.request import Incarnation
-from hisparse.cache.residency import DURABLE, PageEvent
+from hisparse.cache.residency import DURABLE, PINNED, PageEvent
 from hisparse.types import PageCopy
 
 
@@ -28,10 +28,11 @@ class Fork:
 
     def room(self, parent: Incarnation) -> bool:
         """Pure: whether the copies, and a hot region if the parent has one, fit now. False also while a page to copy is
-        on host only, which a dispatched step of the parent filled: it is shared once that step has retired."""
+        not pinned (a dispatched step of the parent filled it, or a spill before it failed): the copies' own blocks could
+        be taken from it. It is shared once that step has retired, or that spill succeeded."""
         core = self.core
         shared, end = self.num_shared_pages(parent), core.layout.pages(parent.valid)
-        if core.groups_per_page and not all(page in parent.resident for page in range(shared, end)):
+        if core.groups_per_page and not all(state in PINNED for state in parent.states[shared:end]):
             return False
         copies = end - shared
         region = core.hot.region_blocks if parent.has_hot and core.hot is not None else 0

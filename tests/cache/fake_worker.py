@@ -83,6 +83,8 @@ class FakeWorker:
     mirrors: dict[tuple[int, int], int] = field(default_factory=dict)
     rows_to_drop: int = 0
     """Mirrored rows that the next appends lose: neither bytes nor mask bit."""
+    dropped: set[int] = field(default_factory=set)
+    """Host blocks in which such a row is missing."""
     copies: dict[int, Copy] = field(default_factory=dict)
     acks: list[TransferAck] = field(default_factory=list)
     after: list[SparseKVPageTransfer] = field(default_factory=list)
@@ -121,6 +123,7 @@ class FakeWorker:
         if self.writer:
             for block in command.new_host_blocks.ids:
                 self.host.masks[block] = 0
+                self.dropped.discard(block)
                 assert not any(copy.transfer.host_block == block for copy in self.copies.values()), (
                     f"host block {block} handed out under a copy")
 
@@ -193,6 +196,7 @@ class FakeWorker:
                 if self.writer:
                     if self.rows_to_drop:
                         self.rows_to_drop -= 1
+                        self.dropped.add(host)
                         continue
                     self.host.rows[host][offset] = row
                     self.host.masks[host] |= 1 << offset

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hisparse.cache.kv_cache_manager import Admission, CacheStats, Fit, KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
+from hisparse.cache.retention import Retention
 from hisparse.config import CacheConfig, hot_rows
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
 from hisparse.types import HiSparseWorkerOutput, Landing, SparseKVOffloadCommand
@@ -35,9 +36,7 @@ def watermark_blocks(manager: KVCacheManager) -> int:
 
 def region_blocks(manager: KVCacheManager) -> int:
     """Blocks of one hot region at its starting size, over all groups; from the configuration alone."""
-    rows = hot_rows(manager.config, manager.layout)
-    by_group = rows if isinstance(rows, tuple) else (rows,) * len(manager.layout.hots)
-    return sum(-(-rows // manager.layout.block_size) for rows in by_group)
+    return sum(rows // manager.layout.block_size for rows in hot_rows(manager.config, manager.layout))
 
 
 def is_host_backed(manager: KVCacheManager, request_id: str) -> bool:
@@ -114,6 +113,7 @@ class Req:
     computed: int = 0
     seat: int = -1
     preemptions: int = 0
+    retention: Retention | None = None
     _rows: list[Row] = field(default_factory=list)
 
     def rows(self, num_tokens: int | None = None) -> list[Row]:
@@ -139,7 +139,7 @@ class Harness:
     its parts. `private`: every rank has a host pool of its own, else rank 0 writes one for all."""
 
     def __init__(self, *, device_blocks: int = 64, host_blocks: int = 64, max_model_len: int = 64, seats: int = 4,
-                 chunk: int = 8, groups: int = 2, block_size: int = 4, seed: int = 0, hot_rows: int = 8,
+                 chunk: int = 8, groups: int = 2, block_size: int = 4, seed: int = 0, hot_rows: int | list[int] = 8,
                  store: Store | None = None, clock: list[float] | None = None, num_ranks: int = 1, private: bool = False,
                  **config: object) -> None:
         self.layout = small_layout(block_size, groups)
@@ -183,10 +183,11 @@ class Harness:
         return [worker for worker in self.workers if worker.writer]
 
     # ------------------------------------------------------------------------------------------- requests
-    def add(self, request_id: str, tokens: list[int], max_tokens: int = 4, extra: ExtraKeys | None = None) -> Req:
+    def add(self, request_id: str, tokens: list[int], max_tokens: int = 4, extra: ExtraKeys | None = None,
+            retention: Retention | None = None) -> Req:
         extra = extra or ExtraKeys()
-        self.manager.open(request_id, tokens, extra_keys=extra, max_tokens=max_tokens)
-        req = Req(request_id, list(tokens), max_tokens, len(tokens), extra)
+        self.manager.open(request_id, tokens, extra_keys=extra, max_tokens=max_tokens, retention=retention)
+        req = Req(request_id, list(tokens), max_tokens, len(tokens), extra, retention=retention)
         self.reqs[request_id] = req
         return req
 

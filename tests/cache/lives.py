@@ -13,25 +13,31 @@ WORDS = ("hear", "hear_again", "hear_a_ghost", "lose_a_word")
 """Moves of the mail."""
 MOVES = {
     "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1), "preempt": (0.3, 2, 0.2),
-    "dispatch": (10, 9, 10), "execute": (16, 12, 16), "retire": (10, 8, 10), "complete": (8, 8, 8), "hear": (6, 6, 6),
+    "dispatch": (12, 12, 12), "turn": (8, 7, 9), "execute": (6, 7, 5), "retire": (3, 4, 3), "complete": (8, 8, 8),
+    "hear": (6, 6, 6),
     "hear_again": (0.5, 0.5, 0.5), "hear_a_ghost": (0.5, 0.5, 0.3), "lose_a_word": (0.1, 0.1, 0.03), "time_out": (1, 1, 1),
-    "drop_rows": (1, 1, 1), "hold": (0.4, 1, 0.2), "store_done": (2, 2, 2), "fork": (1, 2, 1),
+    "drop_rows": (1, 1, 1), "hold": (0.4, 1, 0.2), "store_done": (2, 2, 2), "fork": (2, 3, 2),
     "report_page_copies": (3, 3, 3), "late_load": (0.1, 0.1, 0.1), "crash": (0.1, 0.1, 0.03),
 }
 """Weights of a calm life, of a hectic one, in which requests come and go while steps are in flight, and of a long one."""
 
 
-def birth(seed: int, *, pipelined: bool = False, trace: bool = False) -> World:
+def birth(seed: int, *, pipelined: bool | None = None, trace: bool = False) -> World:
+    """pipelined: None = in half of the lives."""
     rng = random.Random(seed)
-    return World(seed, groups=rng.randint(1, 2), spare=rng.choice((0, 4, 10, 20, 30)), host=rng.choice((0, 5, 10, 20, 60)),
-                 store=rng.choice((0, 3, 40)), drafts=rng.random() < 0.5, elastic=rng.randint(0, 6),
-                 ranks=rng.choice((1, 1, 2, 3)), private=rng.random() < 0.5, pipelined=pipelined, trace=trace)
+    roomy = rng.random() < 0.3  # host memory and an indexer store for everything, and next to no device memory
+    return World(seed, groups=rng.randint(1, 2), spare=rng.choice((0, 4) if roomy else (0, 4, 10, 20, 30)),
+                 host=80 if roomy else rng.choice((0, 5, 10, 20)), store=80 if roomy else rng.choice((0, 0, 3)),
+                 drafts=rng.random() < 0.5, elastic=rng.randint(0, 6), uneven=rng.choice((0, 0, 1, 2)),
+                 ranks=rng.choice((1, 1, 2, 3)),
+                 private=rng.random() < 0.5, pipelined=seed % 4 > 1 if pipelined is None else pipelined,
+                 trace=trace)
 
 
 def move(world: World, name: str, rng: random.Random) -> None:
     """One move with arguments of its kind."""
     arguments: dict[str, dict[str, object]] = {
-        "arrive": {"length": rng.randint(1, 36), "kind": rng.randint(0, 5), "max_tokens": rng.choice((1, 3, 9, 20)),
+        "arrive": {"length": rng.randint(1, 36), "kind": rng.randint(0, 5), "max_tokens": rng.choice((1, 2, 5, 12)),
                    "salt": rng.random() < 0.1},
         "admit": {"landing": rng.choice(LANDINGS)},
         "load_done": {"failed": rng.random() < 0.3, "num_rows": rng.randint(0, MAX_LEN)},
@@ -49,7 +55,7 @@ def move(world: World, name: str, rng: random.Random) -> None:
     getattr(owner, name)(**arguments.get(name, {}))
 
 
-def live(seed: int, steps: int = 250, *, pipelined: bool = False, trace: bool = False) -> World:
+def live(seed: int, steps: int = 250, *, pipelined: bool | None = None, trace: bool = False) -> World:
     """One random life, without hypothesis: fast, and reproducible by its seed."""
     world = birth(seed, pipelined=pipelined, trace=trace)
     rng = random.Random(seed + 1)
@@ -93,3 +99,66 @@ def imports_at_once(seed: int) -> None:
     world.dispatch(use_drafts=False, most=2)
     check(world)
     world.settle()
+
+
+def import_over_a_fork(seed: int) -> None:
+    """Parent and child end before the copies between them have run, and an import needs every block there is."""
+    world = World(seed, groups=1, spare=8, host=8, store=0, drafts=False)
+    world.arrive(length=7, kind=0, max_tokens=4)
+    world.admit(landing=None)
+    for _ in range(2):
+        world.dispatch(use_drafts=False, most=1)
+        world.turn()
+    world.fork(max_tokens=3)
+    for req in list(world.h.reqs.values()):
+        world.finish(req, finished=False)
+    world.arrive(length=36, kind=1, max_tokens=4)
+    world.admit(landing=Landing.HOST)
+    world.dispatch(use_drafts=False, most=0)
+    world.load_done(failed=False, num_rows=0)
+    world.execute(0)
+    check(world)
+    world.retire()
+    world.settle()
+
+
+def import_beside_a_grown_region(seed: int) -> None:
+    """A hot region has grown into blocks that the next import needs at once."""
+    world = World(seed, groups=1, spare=9 + seed % 5, host=60, store=0, drafts=False, elastic=6)
+    world.arrive(length=32, kind=0, max_tokens=8)
+    world.admit(landing=Landing.HOST)
+    world.dispatch(use_drafts=False, most=0)
+    world.load_done(failed=False, num_rows=0)
+    for step in range(12):
+        if step == 6:
+            world.arrive(length=28, kind=1, max_tokens=6)
+            world.admit(landing=Landing.HOST)
+            check(world)
+        world.dispatch(use_drafts=False, most=4)
+        world.turn()
+        world.mail.hear(100)
+        check(world)
+    world.settle()
+
+
+def late_bytes_of_an_aborted_import(seed: int) -> None:
+    """The bytes arrive when another request has taken every block that it could get."""
+    world = World(seed, groups=2, spare=20, host=20, store=0, drafts=False)
+    world.arrive(length=20, kind=0, max_tokens=4)
+    world.admit(landing=(Landing.HOST, Landing.RESIDENT)[seed % 2])
+    world.dispatch(use_drafts=False, most=0)
+    world.turn()
+    world.end_request(finished=False)
+    world.arrive(length=24, kind=1, max_tokens=4)
+    world.admit(landing=None)
+    for _ in range(3):
+        world.dispatch(use_drafts=False, most=1)
+        world.turn()
+    world.load_done(failed=False, num_rows=0)
+    check(world)
+    world.settle()
+
+
+SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork,
+           import_beside_a_grown_region, late_bytes_of_an_aborted_import)
+"""What random moves meet too rarely."""

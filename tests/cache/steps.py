@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hisparse.cache.prefix import ExtraKeys
 from hisparse.cache.residency import PageState
+from hisparse.cache.retention import Retention
 from hisparse.types import PageGenerations, RequestPages, SparseKVOffloadCommand
 from tests.cache.fake_worker import Row
 from tests.cache.harness import Harness, Req, Store, is_host_backed, region_blocks, watermark_blocks
@@ -49,21 +50,34 @@ class Flight:
     """Ranks that have run it."""
 
 
+def retained(retention: Retention | None, num_pages: int) -> int:
+    """How many of the first pages a retention lets others find: boundary by boundary, as its words say."""
+    if retention is None:
+        return num_pages
+    boundaries = list(retention.replay_boundaries)
+    if retention.interval_tokens is not None:
+        boundaries += range(retention.interval_tokens, (num_pages + 1) * SIZE, retention.interval_tokens)
+    return max((boundary // SIZE for boundary in boundaries if boundary // SIZE <= num_pages), default=0)
+
+
 class Steps:
     """Dispatches steps, runs them on each rank when told to, and retires them.
 
     Args:
         spare, host: blocks beyond the least that a pool may have. store: pages of the indexer store, 0 = none.
-        elastic: pages by which a hot region may grow. private: every rank writes a host pool of its own.
+        elastic: pages by which a hot region may grow. uneven: 0 = alike in every hot group.
+        private: every rank writes a host pool of its own.
         pipelined: a request may be in several dispatched steps at once.
         trace: keep a digest of every command.
     """
 
     def __init__(self, seed: int, *, groups: int, spare: int, host: int, store: int, drafts: bool, elastic: int = 0,
-                 ranks: int = 1, private: bool = False, pipelined: bool = False, trace: bool = False) -> None:
+                 uneven: int = 0, ranks: int = 1, private: bool = False, pipelined: bool = False, trace: bool = False) -> None:
         pages = MAX_LEN // SIZE
-        self.h = Harness(device_blocks=1 + pages + 2 * groups + 4 * groups + spare, host_blocks=pages + 2 + host,
-                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows_max=8 + 4 * elastic,
+        hot = [8 + SIZE * (uneven * group % 3) for group in range(groups)]
+        limit = [rows + SIZE * ((elastic + uneven * group) % 7) for group, rows in enumerate(hot)]
+        self.h = Harness(device_blocks=1 + pages + sum(hot) // SIZE + 4 * groups + spare, host_blocks=pages + 2 + host,
+                         max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows=hot, hot_rows_max=limit,
                          store=Store(capacity=store) if store else None, num_ranks=ranks, private=private)
         self.m = self.h.manager
         self.rng = random.Random(seed)
@@ -92,6 +106,7 @@ class Steps:
         self.pages: set[tuple[Row, ...]] = set()
         """Every page of accepted tokens."""
         self.known: dict[str, int] = {}
+        """Request -> how many of its pages are in `pages`."""
         self.events: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------- picks
@@ -113,12 +128,12 @@ class Steps:
         return next(name for i in range(12) if (name := f"r{(self.count + i) % 12}") not in self.h.reqs)
 
     def learn(self, req: Req) -> None:
-        """Its accepted tokens make pages that may be published."""
-        known = self.known.get(req.request_id, 0)
+        """Its accepted tokens make pages that may be published: those before a boundary of its retention."""
         rows = req.rows()
-        for first in range(known, len(rows) - SIZE + 1, SIZE):
-            self.pages.add(tuple(rows[first : first + SIZE]))
-            self.known[req.request_id] = first + SIZE
+        end = retained(req.retention, len(rows) // SIZE)
+        known = self.known.get(req.request_id, 0)
+        self.pages.update(tuple(rows[page * SIZE : (page + 1) * SIZE]) for page in range(known, end))
+        self.known[req.request_id] = end
 
     # ------------------------------------------------------------------------------------------- steps
     def dispatch(self, use_drafts: bool, most: int) -> None:
@@ -133,6 +148,8 @@ class Steps:
             if chunk is not None:
                 planned = req.computed + sum(other.num_rows for other in ahead)
                 replay = not chunk.num_rows
+                self.events["planned behind its own step"] += bool(ahead)
+                self.events["planned behind rejected drafts"] += chunk.start < planned
                 chunks.append(chunk)
                 scheduled.append((req.request_id, planned - replay, chunk.num_rows + replay))
         plain = self.m.all_context_pages_resident([request_id for request_id, _, _ in scheduled])
@@ -237,6 +254,14 @@ class Steps:
             for key, block in self.m.take_sealed_indexer_pages():
                 if not self.h.store.plan_store(key, block):
                     self.m.unpin_indexer([block])
+
+    def turn(self) -> None:
+        """The oldest step ends on every rank, and is retired."""
+        if self.flights:
+            for rank in range(len(self.h.workers)):
+                if rank not in self.flights[0].done:
+                    self.execute(rank)
+            self.retire()
 
     def finish(self, req: Req, *, finished: bool = True) -> None:
         raise NotImplementedError

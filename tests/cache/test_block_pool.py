@@ -97,6 +97,32 @@ def test_a_watcher_may_unwatch_the_rest_of_its_page() -> None:
     pool.check()
 
 
+def test_a_watcher_may_take_along_a_block_that_was_chosen_already() -> None:
+    """With `accept`, the choice is made before the first watcher is called."""
+    pool = BlockPool(6)
+    page = pool.allocate(4).tolist()
+    pool.unpin(page, lambda block: pool.unwatch(b for b in page if b != block))
+    taken = pool.allocate(3, lambda block: block in page)
+    assert taken is not None and set(taken.tolist()) < set(page) and len(set(taken.tolist())) == 3
+    assert (pool.num_free, pool.num_readable) == (2, 0)
+    pool.check()
+
+
+def test_the_latest_watcher_counts() -> None:
+    """A watcher of its own gives way to the pool's standing one, and the other way round."""
+    pool, standing, own = BlockPool(4), [], []
+    pool.standing_watcher = standing.append
+    blocks = pool.allocate(3).tolist()
+    pool.watch(blocks, own.append)
+    pool.watch(blocks[:1])
+    pool.watch(blocks[1:2])
+    pool.watch(blocks[1:2], own.append)
+    pool.check()
+    pool.free(blocks)
+    pool.allocate(3)
+    assert (standing, own) == (blocks[:1], blocks[1:])
+
+
 def test_accept_restricts_the_choice_and_changes_nothing_on_refusal() -> None:
     pool = BlockPool(6)
     assert pool.allocate(3, lambda block: block % 2 == 0) is None

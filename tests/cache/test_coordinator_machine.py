@@ -19,7 +19,7 @@ from hisparse.errors import InvariantError
 from hisparse.types import AckKind, HiSparseWorkerOutput, TransferAck
 from tests.cache.harness import Harness
 from tests.cache.laws import check
-from tests.cache.lives import import_over_an_aborted_request, live
+from tests.cache.lives import SCRIPTS, live
 from tests.cache.steps import MAX_LEN
 from tests.cache.world import LANDINGS, World
 
@@ -32,8 +32,8 @@ class Lives(RuleBasedStateMachine):
     world: World | None = None
 
     @initialize(seed=st.integers(0, 2**16), groups=st.integers(1, 3), spare=st.integers(0, 40), host=st.integers(0, 40),
-                store=st.sampled_from([0, 3, 40]), drafts=st.booleans(), elastic=st.integers(0, 6), ranks=st.integers(1, 3),
-                private=st.booleans())
+                store=st.sampled_from([0, 3, 40]), drafts=st.booleans(), elastic=st.integers(0, 6), uneven=st.integers(0, 2),
+                ranks=st.integers(1, 3), private=st.booleans(), pipelined=st.booleans())
     def start(self, **shape: int) -> None:
         self.world = World(**shape)
 
@@ -72,12 +72,8 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.flights)
     @rule()
-    def retire(self) -> None:
-        """The oldest step ends on every rank."""
-        for rank in range(len(self.world.h.workers)):
-            if rank not in self.world.flights[0].done:
-                self.world.execute(rank)
-        self.world.retire()
+    def turn(self) -> None:
+        self.world.turn()
 
     @precondition(lambda self: self.world.h.store is not None and self.world.h.store.stores)
     @rule()
@@ -165,14 +161,16 @@ def test_lives_meet_every_event() -> None:
         world = live(seed)
         met.update(world.events)
         met.update(asdict(world.m.stats()))
-        import_over_an_aborted_request(seed)
+    for script in SCRIPTS:
+        script(0)
     expected = [
         *(f"fork of a page {state}" for state in ("GPU_ONLY", "SPILLING", "CLEAN_PINNED", "CLEAN_LOOSE", "HOST_ONLY")),
         "fork at a page border", "fork inside a page border", "fork of a request in flight",
         *(f"load {outcome}, {when}" for outcome in ("ok", "failed") for when in ("in time", "late")),
         "prefix hit", "hit of the whole prompt", "indexer pages loaded", "admission refused", "below the watermark",
         "finished with spills under way", "read from host", "drafts rejected", "spill without bytes",
-        "spill with an incomplete mask", "held", "crash, host pool kept", "crash, host pool lost", "timed out",
+        "spill with an incomplete mask", "planned behind its own step", "planned behind rejected drafts", "held",
+        "crash, host pool kept", "crash, host pool lost", "timed out",
         "acks_repeated", "acks_old_incarnation", "late_completions", "spills_failed", "pages_unpinned", "pages_reused",
         "pages_adopted", "host_pages_evicted", "hot_required", "hot_blocks_grown", "hot_blocks_taken_back", "preemptions",
     ]

@@ -86,3 +86,30 @@ def test_no_room_opens_nothing() -> None:
     h.manager.close("child")
     assert parent.state == "running"
     h.drain()
+
+
+def test_a_page_to_copy_is_never_taken_for_the_copies_own_blocks() -> None:
+    """The first page's spill failed, the ones behind it are loose: they are not shared, and copying them would take their
+    blocks. The fork waits until the first page is durable."""
+    h = Harness(groups=1, device_blocks=80, watermark=0.9, hot_rows=4)
+    h.complete_each_step = False
+    parent = h.add("p", list(range(22)), 12)
+    while parent.computed < 22:
+        h.step()
+    ids = list(h.worker.copies)
+    for transfer_id in ids:
+        h.worker.complete(transfer_id, fail=transfer_id == ids[0])
+    h.manager.on_worker_output([h.worker.output()])
+    states = [view.state for view in h.manager.page_views("p")]
+    assert states[:4] == [PageState.GPU_ONLY] + [PageState.CLEAN_LOOSE] * 3
+    pool = h.manager.core.pool
+    ballast = pool.allocate(pool.num_free - pool.num_readable - (6 * 2 - 1))
+    assert ballast is not None and pool.num_free >= 6 * 2, "room for every copy, if loose blocks are taken for them"
+    assert h.manager.fork("p", "child", max_tokens=6) is None
+    assert [view.state for view in h.manager.page_views("p")] == states
+    pool.free(ballast.tolist())
+    h.complete_each_step = True
+    while h.manager.page_views("p")[0].state is PageState.GPU_ONLY:
+        h.step()
+    forked(h, parent)
+    h.drain()

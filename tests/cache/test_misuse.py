@@ -9,6 +9,7 @@ import pytest
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys
+from hisparse.cache.retention import Retention
 from hisparse.cache.values import PrefixHit
 from hisparse.config import CacheConfig
 from hisparse.errors import ConfigError, InvariantError, RequestError
@@ -41,6 +42,8 @@ MISUSE: list[tuple[Callable[[KVCacheManager], object], type[Exception], str]] = 
     (lambda m: m.open("new", [], max_tokens=1), RequestError, "at least 1 token"),
     (lambda m: m.open("new", [1], max_tokens=0), RequestError, "max_tokens >= 1, got 1 and 0"),
     (lambda m: m.open("new", [1] * 65, max_tokens=1), RequestError, "65 tokens, more than max_model_len = 64"),
+    (lambda m: m.open("new", [1, -1, 3, 4], max_tokens=1), RequestError, "token ids must be integers in 0..4294967295"),
+    (lambda m: m.open("new", [1, 2**32, 3, 4], max_tokens=1), RequestError, "token ids must be integers"),
     (lambda m: m.extend("gone", [1]), InvariantError, "'gone' is not open"),
     (lambda m: m.prefix("gone"), InvariantError, "'gone' is not open"),
     (lambda m: m.spilled_pages("gone"), InvariantError, "'gone' is not open"),
@@ -164,3 +167,12 @@ def test_a_pool_refuses_impossible_numbers() -> None:
         pool.allocate(-1)
     with pytest.raises(InvariantError, match=r"block 0 .*not in 1\.\.3"):
         pool.touch([0])
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"interval_tokens": 0}, "interval must be at least 1 token, got 0"),
+    ({"replay_boundaries": (4, 0)}, r"boundaries must be at least 1 token, got \(4, 0\)"),
+])
+def test_impossible_retentions_are_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Retention(**arguments)  # type: ignore[arg-type]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from hisparse.cache.residency import PageState
+from hisparse.cache.retention import Retention
 from tests.cache.harness import Harness, Req
 
 
@@ -183,3 +186,39 @@ def test_rows_of_rejected_drafts_seal_no_page() -> None:
     h.step()
     assert h.manager.stats().host_pages_published == 3 and h.manager.stats().spills_failed == 0
     h.drain()
+
+
+# ------------------------------------------------------------------------------------------- retention
+
+
+@given(interval=st.none() | st.integers(1, 30), boundaries=st.lists(st.integers(1, 60), max_size=4), limit=st.integers(0, 15))
+def test_a_retention_ends_at_the_last_boundary_within_the_pages(interval: int | None, boundaries: list[int],
+                                                               limit: int) -> None:
+    retention = Retention(interval_tokens=interval, replay_boundaries=tuple(boundaries))
+    every = [*boundaries, *(range(interval, 200, interval) if interval else ())]
+    assert retention.pages(limit, 4) == max((b // 4 for b in every if b // 4 <= limit), default=0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_between_boundaries_become_findable_together(late: bool) -> None:
+    """An interval of 8 tokens and a turn that ends at token 14: 2, then 3 (where that page starts), then 4 pages..."""
+    h = Harness(groups=2, device_blocks=100)
+    req = h.add("r", list(range(6)), 20, retention=Retention(interval_tokens=8, replay_boundaries=(14,)))
+    seen = []
+    while "r" in h.reqs:
+        if late and req.computed == 12:
+            h.complete_each_step = False
+        h.step()
+        seen.append(h.manager.stats().host_pages_published)
+    h.complete_each_step = True
+    h.drain()
+    assert sorted(set(seen)) == ([0, 2, 3] if late else [0, 2, 3, 4, 6])
+    assert h.manager.stats().host_pages_published == 6 == hit(h, req.tokens[:24]), "25 rows: the last boundary is 24"
+
+
+def test_pages_behind_the_last_boundary_are_never_findable() -> None:
+    h = Harness(groups=2, device_blocks=100)
+    req = h.add("r", list(range(20)), 4, retention=Retention(replay_boundaries=(9, 400)))
+    h.drain()
+    stats = h.manager.stats()
+    assert (stats.spills_completed, stats.host_pages_published) == (5, 2) and hit(h, req.tokens) == 2

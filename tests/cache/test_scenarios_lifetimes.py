@@ -126,6 +126,46 @@ def test_b19_a_block_of_a_dispatched_step_goes_to_no_import_before_that_step_ret
     h.drain()
 
 
+def test_b19_step_n_finishes_a_request_whose_step_n_plus_1_is_on_its_way() -> None:
+    """Both steps are A's. B's import gets A's blocks once N + 1 has retired, and its rows are the imported ones."""
+    h = Harness(groups=1, device_blocks=1 + 16 + 10, host_blocks=40, max_model_len=40, seats=4, hot_rows=4)
+    a = h.add("a", list(range(30)), 8)
+    for _ in range(4):
+        h.step()
+    first = a.computed
+    h.dispatch(h.schedule())  # step N
+    n = h.step_number
+    assert h.manager.allocate("a", 1)
+    later = h.manager.plan_step(n + 1, [("a", first + 1, 1)])
+    assert later is not None
+    h.worker.receive(later)  # step N + 1 runs later
+    h.step_number = n + 1
+    h.manager.on_worker_output(h.outputs())
+    h.manager.retire(n, {"a": first + 1})
+    a.tokens.append(77)
+    h.manager.extend("a", [77])
+    blocks = {block for view in h.manager.page_views("a") for block in (view.indexer, *view.resident)}
+    seat = a.seat
+    h.finish(a)
+    b = h.add("b", list(range(100, 136)), 2)
+    assert h.admit(b, Landing.HOST, 36) is None, "N + 1 may still write A's blocks"
+    h.worker.start(later)
+    h.worker.write(seat, first + 1, a.rows(first + 2)[first + 1 :])
+    h.worker.end()
+    h.worker.complete_all()
+    h.manager.on_worker_output(h.outputs())
+    assert h.admit(b, Landing.HOST, 36) is None, "it ran, but its output is not back"
+    h.manager.retire(n + 1, {})
+    admission = h.admit(b, Landing.HOST, 36)
+    assert admission is not None and admission.import_target is not None
+    target = admission.import_target.pages
+    assert blocks & {*target.indexer_blocks, *(block for group in target.resident_blocks for block in group)}
+    h.manager.check()
+    while b.computed < 37:
+        h.step()
+    h.drain()
+
+
 def test_b19_host_blocks_of_an_aborted_request_wait_for_its_dispatched_step() -> None:
     h = Harness(groups=1, device_blocks=100, host_blocks=20, max_model_len=40)
     req = h.add("a", list(range(10)), 8)

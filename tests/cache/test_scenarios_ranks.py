@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from hisparse.types import Landing
-from tests.cache.harness import Harness, Req, available
+from tests.cache.harness import Harness, available
 from tests.cache.laws import check
 from tests.cache.world import World
 
@@ -140,7 +140,7 @@ def fail_an_import_on_rank_2(ranks: Ranks) -> int:
         ranks.run()
     for req in list(h.reqs.values()):
         world.finish(req, finished=False)
-    req = world.open("imported", [7 * i % 11 for i in range(30)], 4, Req("", [], 0, 0).extra)
+    req = world.open("imported", [7 * i % 11 for i in range(30)], 4)
     for request_id in [*h.imports, *h.loads]:
         h.finish_load(request_id, failed=True)
     published = world.m.published_host_blocks()

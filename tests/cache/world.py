@@ -10,11 +10,14 @@ import pytest
 
 from hisparse.cache.prefix import ExtraKeys
 from hisparse.cache.residency import PageState
+from hisparse.cache.retention import Retention
 from hisparse.errors import InvariantError
 from hisparse.types import Landing
 from tests.cache.harness import Req
 from tests.cache.steps import MAX_LEN, SIZE, Steps
 
+RETENTIONS = (*[None] * 8, Retention(interval_tokens=8), Retention(interval_tokens=5, replay_boundaries=(9,)),
+              Retention(replay_boundaries=(4, 18)))
 LANDINGS = (None, None, Landing.HOST, Landing.RESIDENT)
 
 
@@ -34,11 +37,12 @@ class World(Steps):
             extra = ExtraKeys() if salt else extra
             tokens = [*earlier, *tokens[: kind - 3]] if length % 2 else [*earlier[:length], *tokens[: kind - 3]]
         tokens = tokens[: MAX_LEN - 4]
-        self.open(self.name(), tokens, min(max_tokens, MAX_LEN - len(tokens)), extra)
+        self.open(self.name(), tokens, min(max_tokens, MAX_LEN - len(tokens)), extra, self.rng.choice(RETENTIONS))
 
-    def open(self, name: str, tokens: list[int], max_tokens: int, extra: ExtraKeys) -> Req:
+    def open(self, name: str, tokens: list[int], max_tokens: int, extra: ExtraKeys | None = None,
+             retention: Retention | None = None) -> Req:
         self.known[name] = 0
-        req = self.h.add(name, tokens, max_tokens, extra)
+        req = self.h.add(name, tokens, max_tokens, extra, retention)
         self.learn(req)
         return req
 
@@ -133,7 +137,7 @@ class World(Steps):
             return
         self.admissions[name] += 1
         child = Req(name, list(parent.tokens), max_tokens, len(parent.tokens), parent.extra, "running",
-                    admission.cached_tokens, admission.seat)
+                    admission.cached_tokens, admission.seat, retention=parent.retention)
         self.h.reqs[name] = child
         self.known[name] = 0
         for view in self.m.page_views(name):
@@ -154,11 +158,13 @@ class World(Steps):
         worker = writers[rank % len(writers)]
         if worker.copies:
             transfer_id = self.rng.choice(list(worker.copies))
-            full = worker.host.masks[worker.copies[transfer_id].transfer.host_block] == worker.full
-            copies_bytes = worker.copies[transfer_id].transfer.copy_bytes
+            transfer = worker.copies[transfer_id].transfer
+            if not transfer.copy_bytes:
+                self.events["spill without bytes"] += 1
+                if worker.host.masks[transfer.host_block] != worker.full:
+                    self.events["spill with an incomplete mask"] += 1
+                    assert transfer.host_block in worker.dropped, f"spill {transfer_id} without bytes: spans missed rows"
             worker.complete(transfer_id, fail=fail, mask_only=mask_only)
-            self.events["spill without bytes"] += not copies_bytes
-            self.events["spill with an incomplete mask"] += not copies_bytes and not full
 
     def drop_rows(self, rank: int, num_rows: int) -> None:
         """The next mirrored rows do not reach the host."""

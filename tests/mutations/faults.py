@@ -83,6 +83,17 @@ def a_table_update_is_lost(patch: Patch) -> None:
     wrap(patch, TableChanges, "take_updates", lambda original, self: original(self)[:-1])
 
 
+def rows_in_flight_are_forgotten(patch: Patch) -> None:
+    """Behind a dispatched step of the same request, rows start where that step's rows were planned to end."""
+    def plan(original: Any, self: StepPlanner, step: int, scheduled: Any) -> object:
+        command = original(self, step, scheduled)
+        for request_id, _, _ in scheduled:
+            inc = self.core.live[request_id]
+            inc.planned = inc.valid
+        return command
+    wrap(patch, StepPlanner, "plan", plan)
+
+
 # ------------------------------------------------------------------------------------------- the spill transaction
 def fence_ignored(patch: Patch) -> None:
     """A block that an enqueued copy still reads is handed out with a fence."""
@@ -124,12 +135,6 @@ def row_mask_ignored(patch: Patch) -> None:
         original(self, *args, **more)
         self.full_mask = 0
     wrap(patch, Spills, "__init__", blind)
-
-
-def rejected_rows_stay_covered(patch: Patch) -> None:
-    """A rejected draft's rows are not on the host; here nobody looks at the row mask either."""
-    row_mask_ignored(patch)
-    patch.setattr("hisparse.cache.step_planner.uncover", lambda *args: None)
 
 
 def rejected_rows_count(patch: Patch) -> None:
@@ -181,6 +186,11 @@ def last_sampled_token_published(patch: Patch) -> None:
             inc.valid += 1
         original(self, inc, finished=finished)
     wrap(patch, Releaser, "release", release)
+
+
+def retention_ignored(patch: Patch) -> None:
+    """Pages behind the last boundary of a retention are not published."""
+    patch.setattr(Publication, "_retained", lambda self, inc, end: end)
 
 
 def hash_kept_after_the_hand_out(patch: Patch) -> None:
@@ -305,12 +315,13 @@ def fork_ends_not_pinned(patch: Patch) -> None:
 
 FAULTS: tuple[Fault, ...] = (
     reuse_before_retire, host_blocks_freed_at_once, a_loose_page_is_freed_again, generations_stand_still,
-    a_reservation_is_leaked, a_table_update_is_lost, fence_ignored, source_never_pinned, enqueued_is_taken_for_completed,
-    the_first_rank_completes, row_mask_ignored, rejected_rows_stay_covered, rejected_rows_count,
+    a_reservation_is_leaked, a_table_update_is_lost, rows_in_flight_are_forgotten, fence_ignored, source_never_pinned,
+    enqueued_is_taken_for_completed, the_first_rank_completes, row_mask_ignored, rejected_rows_count,
     words_of_an_old_incarnation_count, a_spill_of_an_earlier_admission_counts, the_budget_is_ignored,
-    published_before_completed, published_after_a_preemption, last_sampled_token_published, hash_kept_after_the_hand_out,
-    hash_without_salt, hash_chain_without_parent, watermark_off, nobody_is_required_to_go_hot, tail_unpinned,
-    adopted_before_the_allocation, a_copy_survives_its_reuse, reuse_forgets_one_owner, reuse_nulls_one_group_only,
-    shrunk_without_reset, shrunk_without_its_tables, grown_blocks_never_given_back, failed_import_believed,
-    import_without_pins, copy_on_write_skipped, fork_ends_not_pinned,
+    published_before_completed, published_after_a_preemption, last_sampled_token_published, retention_ignored,
+    hash_kept_after_the_hand_out, hash_without_salt, hash_chain_without_parent, watermark_off,
+    nobody_is_required_to_go_hot, tail_unpinned, adopted_before_the_allocation, a_copy_survives_its_reuse,
+    reuse_forgets_one_owner, reuse_nulls_one_group_only, shrunk_without_reset, shrunk_without_its_tables,
+    grown_blocks_never_given_back, failed_import_believed, import_without_pins, copy_on_write_skipped,
+    fork_ends_not_pinned,
 )
