@@ -12,7 +12,7 @@ from tests.cache.world import LANDINGS, World
 WORDS = ("hear", "hear_again", "hear_a_ghost", "lose_a_word")
 """Moves of the mail."""
 MOVES = {
-    "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1), "preempt": (0.3, 2, 0.2),
+    "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1), "come_back": (0.5, 1, 0.3), "preempt": (0.3, 2, 0.2),
     "dispatch": (12, 12, 12), "turn": (8, 7, 9), "execute": (6, 7, 5), "retire": (3, 4, 3), "complete": (8, 8, 8),
     "hear": (6, 6, 6),
     "hear_again": (0.5, 0.5, 0.5), "hear_a_ghost": (0.5, 0.5, 0.3), "lose_a_word": (0.1, 0.1, 0.03), "time_out": (1, 1, 1),
@@ -159,6 +159,22 @@ def late_bytes_of_an_aborted_import(seed: int) -> None:
     world.settle()
 
 
-SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork,
-           import_beside_a_grown_region, late_bytes_of_an_aborted_import)
+def admitted_again_under_an_earlier_spill(seed: int) -> None:
+    """A preempted request computes its first page again while the spill of the earlier one completes."""
+    world = World(seed, groups=1, spare=40, host=20, store=0, drafts=False)
+    world.arrive(length=7, kind=0, max_tokens=4)
+    world.admit(landing=None)
+    world.dispatch(use_drafts=False, most=1)
+    world.turn()
+    world.preempt()
+    world.admit(landing=None)
+    world.dispatch(use_drafts=False, most=1)
+    world.complete(0, fail=False)
+    world.mail.hear(100)
+    check(world)
+    world.settle()
+
+
+SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork, import_beside_a_grown_region,
+           late_bytes_of_an_aborted_import, admitted_again_under_an_earlier_spill)
 """What random moves meet too rarely."""
