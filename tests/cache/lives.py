@@ -160,22 +160,26 @@ def late_bytes_of_an_aborted_import(seed: int) -> None:
     world.settle()
 
 
-def admitted_again_under_an_earlier_spill(seed: int) -> None:
-    """A preempted request computes its first page again while the spill of the earlier one completes."""
-    world = World(seed, groups=1, spare=40, host=20, store=0, drafts=False)
-    world.arrive(length=7, kind=0, max_tokens=4)
+def readmission_under_spills(seed: int) -> None:
+    """A request is preempted under its spills and admitted again before they are over."""
+    world = World(seed, groups=2, spare=30, host=20, store=0, drafts=False)
+    world.arrive(length=16, kind=0, max_tokens=8)
     world.admit(landing=None)
-    world.dispatch(use_drafts=False, most=1)
-    world.turn()
+    for _ in range(2):
+        world.dispatch(use_drafts=False, most=1)
+        world.turn()
+    old = list(world.h.worker.copies)
     world.preempt()
     world.admit(landing=None)
     world.dispatch(use_drafts=False, most=1)
-    world.complete(0, fail=False)
+    world.turn()
+    for transfer_id in old:
+        world.h.worker.complete(transfer_id)
     world.mail.hear(100)
     check(world)
     world.settle()
 
 
 SCRIPTS = (import_over_an_aborted_request, imports_at_once, import_over_a_fork, import_beside_a_grown_region,
-           late_bytes_of_an_aborted_import, admitted_again_under_an_earlier_spill)
+           late_bytes_of_an_aborted_import, readmission_under_spills)
 """What random moves meet too rarely."""

@@ -14,6 +14,7 @@ from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.core import CacheCore
 from hisparse.cache.fork import Fork
+from hisparse.cache.growth import Growth
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.loads import Loads
 from hisparse.cache.pages import Residency
@@ -85,13 +86,12 @@ def a_table_update_is_lost(patch: Patch) -> None:
 
 def rows_in_flight_are_forgotten(patch: Patch) -> None:
     """Behind a dispatched step of the same request, rows start where that step's rows were planned to end."""
-    def plan(original: Any, self: StepPlanner, step: int, scheduled: Any) -> object:
-        command = original(self, step, scheduled)
-        for request_id, _, _ in scheduled:
-            inc = self.core.live[request_id]
-            inc.planned = inc.valid
-        return command
-    wrap(patch, StepPlanner, "plan", plan)
+    def grow(original: Any, self: Growth, inc: Incarnation, num_tokens: int) -> object:
+        planned, inc.planned = inc.planned, inc.valid
+        room = original(self, inc, num_tokens)
+        inc.planned = planned
+        return room
+    wrap(patch, Growth, "grow", grow)
 
 
 # ------------------------------------------------------------------------------------------- the spill transaction
@@ -131,10 +131,7 @@ def the_first_rank_completes(patch: Patch) -> None:
 
 def row_mask_ignored(patch: Patch) -> None:
     """A spill without bytes is durable only if the row mask reported with it is full."""
-    def blind(original: Any, self: Spills, *args: object, **more: object) -> None:
-        original(self, *args, **more)
-        self.full_mask = 0
-    wrap(patch, Spills, "__init__", blind)
+    wrap(patch, Spills, "on_ack", lambda original, self, ack: original(self, ack._replace(row_mask=self.full_mask)))
 
 
 def rejected_rows_count(patch: Patch) -> None:
