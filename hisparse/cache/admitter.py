@@ -31,8 +31,9 @@ class Admitter:
         self.max_seats = max_seats
         self._offload = offload
         self._order = 0
-        self._last_find: tuple[str, int, int, list[int], list[int]] | None = None
-        """Of the request looked at last: id, number of keys, version of the index, and what was found."""
+        self._last_find: tuple[Identity, int, int, list[int], list[int]] | None = None
+        """Of the request looked at last: itself (ids come back with other tokens), number of keys, version of the index,
+        and what was found."""
         self.free_seats = list(range(max_seats))
 
     def give_back_seat(self, seat: int) -> None:
@@ -76,8 +77,8 @@ class Admitter:
     def _look_up(self, identity: Identity, limit: int) -> tuple[list[int], list[int]]:
         """`PrefixIndex.find` of the request's keys; asked again in the same pass, it is remembered."""
         index, keys, last = self.core.index, identity.keys.keys, self._last_find
-        if last is None or last[:3] != (identity.request_id, len(keys), index.version):
-            last = (identity.request_id, len(keys), index.version, *index.find(keys, len(keys)))
+        if last is None or last[0] is not identity or last[1:3] != (len(keys), index.version):
+            last = (identity, len(keys), index.version, *index.find(keys, len(keys)))
             self._last_find = last
         return last[3][:limit], last[4][:limit]
 

@@ -12,7 +12,8 @@ from tests.cache.world import LANDINGS, World
 WORDS = ("hear", "hear_again", "hear_a_ghost", "lose_a_word")
 """Moves of the mail."""
 MOVES = {
-    "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1), "preempt": (0.3, 2, 0.2),
+    "arrive": (3, 6, 2), "admit": (4, 10, 3), "load_done": (4, 8, 3), "end_request": (0.3, 3, 0.1),
+    "come_back": (0.5, 1, 0.3), "preempt": (0.3, 2, 0.2),
     "dispatch": (12, 12, 12), "turn": (8, 7, 9), "execute": (6, 7, 5), "retire": (3, 4, 3), "complete": (8, 8, 8),
     "hear": (6, 6, 6),
     "hear_again": (0.5, 0.5, 0.5), "hear_a_ghost": (0.5, 0.5, 0.3), "lose_a_word": (0.1, 0.1, 0.03), "time_out": (1, 1, 1),

@@ -45,6 +45,10 @@ class Lives(RuleBasedStateMachine):
     def admit(self, **arguments: object) -> None:
         self.world.admit(**arguments)
 
+    @rule()
+    def come_back(self) -> None:
+        self.world.come_back()
+
     @precondition(lambda self: self.world.h.imports or self.world.h.loads)
     @rule(failed=st.booleans(), num_rows=st.integers(0, MAX_LEN))
     def load_done(self, **arguments: object) -> None:

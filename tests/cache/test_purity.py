@@ -202,3 +202,17 @@ def test_commands_do_not_depend_on_the_process() -> None:
     printed = [process.communicate(timeout=120)[0].rsplit(" ", 1) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert printed[0][0] == printed[1][0] and printed[0][1] != printed[1][1]
+
+
+def test_an_id_that_comes_back_with_another_prompt_hits_its_own_pages() -> None:
+    """The same id, the same number of pages, nothing published in between: only the tokens differ."""
+    h = Harness(device_blocks=120, host_blocks=60)
+    h.add("a", list(range(20)), 1)
+    h.run()
+    h.manager.open("r", list(range(20)), max_tokens=4)
+    assert h.manager.prefix("r").host_pages == 5
+    h.manager.close("r")
+    h.manager.open("r", list(range(50, 70)), max_tokens=4)
+    assert h.manager.prefix("r").host_pages == 0
+    admission = h.manager.admit("r", h.manager.prefix("r"), chunk_tokens=8)
+    assert admission is not None and admission.cached_tokens == 0

@@ -46,8 +46,18 @@ class World(Steps):
         self.learn(req)
         return req
 
-    def admit(self, landing: Landing | None) -> None:
+    def come_back(self) -> None:
+        """A waiting request goes, and its id comes back at once with another prompt of the same length."""
         req = self.pick("waiting")
+        if req is None or len(req.tokens) >= MAX_LEN:
+            return
+        self.m.prefix(req.request_id)  # the answer may be remembered
+        self.finish(req, finished=False)
+        tokens = [(token + 5) % 11 for token in req.tokens]
+        self.admit(None, self.open(req.request_id, tokens, min(req.max_tokens, MAX_LEN - len(tokens)), req.extra))
+
+    def admit(self, landing: Landing | None, req: Req | None = None) -> None:
+        req = req or self.pick("waiting")
         if req is None:
             return
         before = self.m.stats()

@@ -211,6 +211,15 @@ def hash_chain_without_parent(patch: Patch) -> None:
     wrap(patch, PageKeys, "extend", extend)
 
 
+def a_hit_is_remembered_by_id(patch: Patch) -> None:
+    """A hit belongs to the tokens of a request, not to its id: ids come back."""
+    def look_up(original: Any, self: Admitter, identity: Any, limit: int) -> Any:
+        if self._last_find is not None and self._last_find[0].request_id == identity.request_id:
+            self._last_find = (identity, *self._last_find[1:])
+        return original(self, identity, limit)
+    wrap(patch, Admitter, "_look_up", look_up)
+
+
 # ------------------------------------------------------------------------------------------- residency
 def watermark_off(patch: Patch) -> None:
     """Below the watermark requests must go hot, and hot regions do not grow."""
@@ -316,7 +325,7 @@ FAULTS: tuple[Fault, ...] = (
     enqueued_is_taken_for_completed, the_first_rank_completes, row_mask_ignored, rejected_rows_count,
     words_of_an_old_incarnation_count, a_spill_of_an_earlier_admission_counts, the_budget_is_ignored,
     published_before_completed, published_after_a_preemption, last_sampled_token_published, retention_ignored,
-    hash_kept_after_the_hand_out, hash_without_salt, hash_chain_without_parent, watermark_off,
+    a_hit_is_remembered_by_id, hash_kept_after_the_hand_out, hash_without_salt, hash_chain_without_parent, watermark_off,
     nobody_is_required_to_go_hot, tail_unpinned, adopted_before_the_allocation, a_copy_survives_its_reuse,
     reuse_forgets_one_owner, reuse_nulls_one_group_only, shrunk_without_reset, shrunk_without_its_tables,
     grown_blocks_never_given_back, failed_import_believed, import_without_pins, copy_on_write_skipped,
