@@ -20,7 +20,7 @@ def check(world: World) -> None:
     stats = world.m.stats()
     assert (stats.acks_repeated, stats.acks_old_incarnation) == (world.mail.num_repeated, world.mail.num_old)
     assert stats.transfers_in_flight >= len(world.mail.issued)
-    if not world.flights:  # else blocks of an import that failed may still be on their way back
+    if not world.flights and not world.fallen:  # else blocks of an import that failed may still be on their way back
         promised = stats.host_blocks_free - stats.host_blocks_reserved
         assert promised >= 0, f"{-promised} host blocks promised beyond the free ones"
     source = world.m.core.source

@@ -103,6 +103,8 @@ class Steps:
         """Page copies sent -> the fork they fill."""
         self.dropped: dict[int, int] = {}
         """Host blocks under a spill of a request that was preempted or aborted -> their generation."""
+        self.fallen: set[str] = set()
+        """Requests whose load failed: a hit that they share with others is lost, and its pages are needed anew."""
         self.tiers: dict[tuple[str, int], list[PageState]] = {}
         """(request, admission) -> states of its pages after the last move."""
         # ---- what was seen

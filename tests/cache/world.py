@@ -89,6 +89,8 @@ class World(Steps):
         self.events[f"load {'failed' if failed else 'ok'}, {'in time' if waiting else 'late'}"] += 1
         self.h.finish_load(request_id, failed=failed, num_rows=num_rows)
         assert self.m.stats().late_completions == late + (not waiting)
+        if waiting and failed:
+            self.fallen.add(request_id)
         if waiting and failed and self.rng.random() < 0.5:
             self.drop(self.h.reqs[request_id])
             self.h.preempt(self.h.reqs[request_id])
@@ -106,6 +108,7 @@ class World(Steps):
 
     def finish(self, req: Req, *, finished: bool = True) -> None:
         before = self.m.stats()
+        self.fallen.discard(req.request_id)
         if not finished:
             self.drop(req)
         self.h.finish(req, finished=finished)
@@ -124,6 +127,7 @@ class World(Steps):
 
     def drop(self, req: Req) -> None:
         """What it has not published yet never will be."""
+        self.fallen.discard(req.request_id)
         source = self.m.core.source
         assert source is not None
         if req.state not in ("waiting", "finished"):
@@ -219,7 +223,7 @@ class World(Steps):
         hosts = None if host_lost else [worker.host for worker in self.h.writers]
         self.h.workers = self.h.new_workers(incarnation, hosts)
         for mess in (self.flights, self.copying, self.held, self.h.imports, self.h.loads, self.dropped,
-                     self.tiers, *self.unfilled):
+                     self.fallen, self.tiers, *self.unfilled):
             mess.clear()
         if self.h.store is not None:
             self.h.store.stores.clear()
