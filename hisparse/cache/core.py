@@ -239,7 +239,10 @@ class CacheCore:
             if num_pages < inc.target_pages:
                 missing = resident = inc.target_pages - num_pages
                 if inc.host_backed:
-                    resident = min(missing, max(0, inc.window_pages - inc.num_pinned))
+                    held = inc.num_pinned
+                    if inc.loading:  # pages that an import fills are pinned once it has landed
+                        held += sum([inc.states[page] == PageState.IMPORTING for page in inc.resident])
+                    resident = min(missing, max(0, inc.window_pages - held))
                 device = missing + resident * self.groups_per_page
             if num_pages < inc.host_target_pages:
                 host = inc.host_target_pages - num_pages

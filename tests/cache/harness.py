@@ -203,9 +203,7 @@ class Harness:
         if admission is None:
             return None
         after = self.manager.stats()
-        # Without hit or import there are two ways in, and the answer names the smaller need. A partial import reserves a
-        # little more than it needs until it has landed.
-        if prefix.tokens or import_tokens == len(req.tokens):
+        if prefix.tokens or admission.import_target:  # else there are two ways in, and the answer names the smaller need
             for pool, need in needs(fit).items():
                 taken = available(before, pool) - available(after, pool)
                 assert taken <= need, f"admission of {req.request_id} took {taken} {pool} blocks: {fit.reason}"

@@ -76,11 +76,14 @@ class Steps:
         pages = MAX_LEN // SIZE
         hot = [8 + SIZE * (uneven * group % 3) for group in range(groups)]
         limit = [rows + SIZE * ((elastic + uneven * group) % 7) for group, rows in enumerate(hot)]
+        self.rng = random.Random(seed)
         self.h = Harness(device_blocks=1 + pages + sum(hot) // SIZE + 4 * groups + spare, host_blocks=pages + 2 + host,
                          max_model_len=MAX_LEN, seats=4, chunk=8, groups=groups, seed=seed, hot_rows=hot, hot_rows_max=limit,
-                         store=Store(capacity=store) if store else None, num_ranks=ranks, private=private)
+                         store=Store(capacity=store) if store else None, num_ranks=ranks, private=private,
+                         watermark=self.rng.choice((0.1, 0.1, 0.3, 0.6)),
+                         host_reserve_tokens=self.rng.choice((1024, 1024, 0, 4)),
+                         host_reservation=self.rng.choice(("window", "window", "full")))
         self.m = self.h.manager
-        self.rng = random.Random(seed)
         self.drafts = drafts
         self.pipelined = pipelined
         self.trace = hashlib.sha256() if trace else None

@@ -157,7 +157,8 @@ def fail_an_import_on_rank_2(ranks: Ranks) -> int:
     assert world.m.finish_load("imported", failed=True) == 0
     h.reqs["imported"].state, h.reqs["imported"].computed = "running", 0
     check(world)
-    assert world.m.page_views("imported") == () and world.m.published_host_blocks() == published
+    assert world.m.page_views("imported") == ()
+    assert set(world.m.published_host_blocks()) <= set(published), "nothing of it is published"
     world.preempt()
     after = world.m.stats()
     assert (after.device_blocks_free, after.host_blocks_free) == (before.device_blocks_free, before.host_blocks_free)

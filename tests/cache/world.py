@@ -65,7 +65,8 @@ class World(Steps):
         for other in Landing:
             self.m.fits(req.request_id, prefix, landing=other, import_tokens=len(req.tokens), chunk_tokens=8)
         assert self.m.stats() == before, "a query changed something"
-        if self.h.admit(req, landing, len(req.tokens) if landing is not None else 0) is None:
+        part = self.rng.choice((len(req.tokens), len(req.tokens), self.rng.randint(1, len(req.tokens))))
+        if self.h.admit(req, landing, part if landing is not None else 0) is None:
             assert self.m.stats().requests_admitted == before.requests_admitted
             self.events["admission refused"] += 1
             return
