@@ -39,7 +39,7 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   fi
 fi
 install "Ray, transformers and tools" "$offline" "ray[serve]==2.60.0" "transformers>=5.18,<6" safetensors pyyaml rich typer numpy pydantic fastapi \
-  httpx openai hypothesis mypy pytest pytest-timeout ruff types-PyYAML "setuptools>=77"
+  coverage httpx openai hypothesis mypy pytest pytest-timeout ruff types-PyYAML "setuptools>=77"
 # NIXL's meta package pulls both CUDA variants and torch; this is the part that is used. Last, so that pip has no
 # dependency of it to complain about.
 install "NIXL" "$offline" --no-deps nixl==1.5.1 nixl-cu13==1.5.1
