@@ -33,11 +33,6 @@ class ElasticRegions:
         if core.hot is not None:
             core.pool.on_shortage = self._on_shortage
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks beyond the starting size, over all regions."""
-        return self.core.hot.elastic_blocks if self.core.hot is not None else 0
-
     # ------------------------------------------------------------------------------------------- growth
     def grow(self) -> None:
         """At most one level per region. Never takes free - reserved below the watermark plus one starting region.

@@ -171,7 +171,10 @@ class KVCacheManager:
         return Admission(seat=child.seat, cached_tokens=child.valid)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
-        """Blocks for the positions [computed, computed + num_tokens). False = no room now, nothing changed for it."""
+        """Blocks for the `num_tokens` positions behind those planned so far. False = no room now, nothing changed for it.
+
+        Behind a replayed last token that is still in flight, ask for one more: the replay plans no position.
+        """
         inc = self.core.incarnation(request_id)
         if inc.loading or inc.held:
             raise InvariantError(f"request {request_id!r} cannot run: {'a load is pending' if inc.loading else 'held'}")
