@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
@@ -31,6 +33,8 @@ HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
 GRACE_S = 40.0
 """For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
+ENDING_S = 60.0
+"""For an earlier Serve instance, of which no application is left, to go."""
 
 
 class _EngineReplica:
@@ -188,11 +192,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         HiSparseError: Serve runs there already (its apps and its port are not ours to change), or a replica could not
             start; with the reason.
     """
-    running = serve.status()
-    if running.proxies or running.applications:
-        names = ", ".join(sorted(running.applications)) or "no application"
-        raise HiSparseError(f"Ray Serve already runs on this cluster ({names}); use 'serve deploy' with a Serve file to add "
-                            "this service to it, or end it with 'serve shutdown'")
+    _check_no_other_serve()
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
     try:
@@ -203,6 +203,23 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         yield
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _check_no_other_serve() -> None:
+    """Refuses a cluster on which Serve runs; one that is just ending (no application is left) gets its time."""
+    deadline_s = time.monotonic() + ENDING_S
+    while True:
+        try:
+            running = serve.status()
+        except RayError:  # its controller went away meanwhile
+            return
+        if not running.proxies and not running.applications:
+            return
+        if running.applications or time.monotonic() > deadline_s:
+            names = ", ".join(sorted(running.applications)) or "no application"
+            raise HiSparseError(f"Ray Serve already runs on this cluster ({names}); use 'serve deploy' with a Serve file to "
+                                "add this service to it, or end it with 'serve shutdown'")
+        time.sleep(0.5)
 
 
 def _why(name: str) -> str:
