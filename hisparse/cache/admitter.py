@@ -78,7 +78,7 @@ class Admitter:
         """`PrefixIndex.find` of the request's keys; asked again in the same pass, it is remembered."""
         index, keys, last = self.core.index, identity.keys.keys, self._last_find
         if last is None or last[0] is not identity or last[1:3] != (len(keys), index.version):
-            last = (identity, len(keys), index.version, *index.find(keys, len(keys)))
+            last = (identity, len(keys), index.version, *index.find(keys))
             self._last_find = last
         return last[3][:limit], last[4][:limit]
 

@@ -150,14 +150,7 @@ class HiSparseCoordinator:
 
     def all_context_pages_resident(self, request_ids: Sequence[str]) -> bool:
         """Every page of these requests is resident in every group. False without resident groups."""
-        if not self.core.groups_per_page:
-            return False
-        live = self.core.live
-        for request_id in request_ids:
-            inc = live[request_id]
-            if len(inc.resident) < len(inc.states):
-                return False
-        return True
+        return self.core.all_context_pages_resident(request_ids)
 
     # ------------------------------------------------------------------------------------------- workers
     def crash(self, incarnation: int) -> None:

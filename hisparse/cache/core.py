@@ -90,6 +90,16 @@ class CacheCore:
             raise InvariantError(f"request {request_id!r} holds nothing: it was not admitted, or was freed")
         return inc
 
+    def all_context_pages_resident(self, request_ids: Sequence[str]) -> bool:
+        """Every page of these requests is resident in every group. False without resident groups."""
+        if not self.groups_per_page:
+            return False
+        for request_id in request_ids:
+            inc = self.incarnation(request_id)
+            if len(inc.resident) < len(inc.states):
+                return False
+        return True
+
     # ------------------------------------------------------------------------------------------- pages
     def move(self, inc: Incarnation, page: int, event: PageEvent) -> None:
         """One page takes one event; keeps the counts. Blocks and tables are the caller's."""
@@ -181,23 +191,16 @@ class CacheCore:
             return
         if page.copy_id:
             self.fences.update(dict.fromkeys(page.blocks, page.copy_id))
-        if not page.wanted:
-            self.free_device(page.blocks)
-            return
-        page.watched = True
-        if self.clock.dispatched > self.clock.retired:
-            self.clock.mark_busy(page.blocks)
-        self.pool.unpin(page.blocks, page)
+        if page.wanted:
+            page.watched = True
+            self.pool.watch(page.blocks, page)
+        self.free_device(page.blocks)
 
     def free_host_after_steps(self, blocks: Iterable[int]) -> None:
         """Drops one reference on each host block once no dispatched step can touch it."""
-        source = self.source
-        if source is None:
-            return
         blocks = list(blocks)
-        if not self.clock.outstanding:
-            source.pool.free(blocks)
-        elif blocks:
+        source = self.source
+        if source is not None and blocks:
             pool = source.pool
             self.clock.after_dispatched(lambda: pool.free(blocks))
 

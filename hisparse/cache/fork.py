@@ -62,13 +62,9 @@ class Fork:
         if parent.has_hot:
             self.residency.allocate_hot(child)
         for page in range(shared):
-            self._share(parent, child, page)
-
-    def _share(self, parent: Incarnation, child: Incarnation, page: int) -> None:
-        """A resident durable page of the parent is also read by the child: loose if it has a region, else pinned."""
-        resident = parent.resident.get(page)
-        if resident is not None:
-            self.residency.share(child, page, resident)
+            on_gpu = parent.resident.get(page)
+            if on_gpu is not None:
+                self.residency.share(child, page, on_gpu)
 
     def _copy(self, parent: Incarnation, child: Incarnation, page: int) -> None:
         """Both ends stay pinned until every rank has reported."""

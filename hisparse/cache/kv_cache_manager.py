@@ -289,10 +289,7 @@ class KVCacheManager:
 
     def all_context_pages_resident(self, request_ids: Sequence[str]) -> bool:
         """Every page of every request is resident in every group. Ask after the pass's last allocation."""
-        if self.coordinator is not None:
-            return self.coordinator.all_context_pages_resident(request_ids)
-        return bool(self.core.groups_per_page) and all(
-            self.core.incarnation(request_id).num_absent == 0 for request_id in request_ids)
+        return self.core.all_context_pages_resident(request_ids)
 
     def overdue_transfers(self) -> tuple[tuple[int, int], ...]:
         """(rank, transfer id) without completion for longer than `transfer_deadline_s`: that worker has failed."""

@@ -116,7 +116,7 @@ class Loads:
         core, inc = self.core, load.inc
         inc.valid = inc.planned = max(load.hit_pages * core.block_size, load.import_tokens)
         end, whole = core.layout.pages(load.import_tokens), load.import_tokens // core.block_size
-        on_host = load.hit_pages if load.landing is Landing.RESIDENT else max(load.hit_pages, min(whole, end))
+        on_host = load.hit_pages if load.landing is Landing.RESIDENT else max(load.hit_pages, whole)
         first_resident = self._first_resident(load.hit_pages, max(load.hit_pages, end), load.landing)
         core.move_run(inc, load.hit_pages, min(on_host, first_resident), PageEvent.IMPORT_OK_HOST)
         core.move_run(inc, first_resident, on_host, PageEvent.IMPORT_OK_MIRRORED)

@@ -22,13 +22,13 @@ class PrefixIndex:
         self.blocks: dict[bytes, int] = {}
         self.version = 0
 
-    def find(self, keys: Sequence[bytes], limit: int) -> tuple[list[int], list[int]]:
-        """Of the first `limit` pages: host blocks of the longest published run, and the indexer blocks of the longest run
-        within it. O(pages found)."""
+    def find(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Host blocks of the longest published run from the first key on, and the indexer blocks of the longest run within
+        it. O(pages found)."""
         host: list[int] = []
         indexer: list[int] = []
         get = self.blocks.get
-        for key in keys if limit >= len(keys) else keys[:limit]:
+        for key in keys:
             value = get(key, 0)
             block = value & _MASK
             if not block:

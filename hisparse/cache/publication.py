@@ -29,9 +29,7 @@ class Publication:
         end = first
         while end < limit and states[end] in DURABLE:
             end += 1
-        if inc.identity.retention is not None:
-            end = self._retained(inc, end)
-        for page in range(first, end):
+        for page in range(first, self._retained(inc, end)):
             self._publish(inc, page, inc.resident.get(page))
             inc.published = page + 1
 

@@ -206,7 +206,7 @@ def test_without_the_store_every_group_falls_back_to_the_shorter_prefix() -> Non
     h.run()
     h.add("a2", list(range(40)), 1)
     keys = h.manager._identities["a2"].keys.keys
-    host, indexer = h.manager.core.index.find(keys, len(keys))
+    host, indexer = h.manager.core.index.find(keys)
     gpu = len(indexer)
     assert gpu < len(host)
     assert h.manager.prefix("a2").host_pages == gpu
