@@ -7,13 +7,12 @@ fixes the semantics of every other one.
 from __future__ import annotations
 
 import importlib
-import sysconfig
-from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from hisparse.errors import ConfigError
+from hisparse.ops.sources import kernel_sources
 from hisparse.ops.values import HotState, MissPlan, Resolution
 
 __all__ = ["HotState", "MissPlan", "Resolution", "backend", "kernel_sources"]
@@ -33,25 +32,3 @@ def backend(device: str | torch.device) -> ModuleType:
             f"no operations for device {str(device)!r}; this build has {sorted(_BACKENDS)}: set model.device to one"
         )
     return importlib.import_module(_BACKENDS[kind])
-
-
-def kernel_sources() -> Path:
-    """Directory of the CUDA C++ sources: `kernels/` of a checkout (or editable install), else the wheel's data files.
-
-    Raises:
-        ConfigError: neither exists; names both places.
-    """
-    root = Path(__file__).resolve().parents[2]
-    checkout = root / "kernels"
-    if (root / "pyproject.toml").is_file() and checkout.is_dir():
-        return checkout
-    tried = [checkout]
-    for scheme in (None, sysconfig.get_preferred_scheme("user")):
-        data = sysconfig.get_path("data") if scheme is None else sysconfig.get_path("data", scheme)
-        shipped = Path(data) / "share" / "hisparse" / "kernels"
-        if shipped.is_dir():
-            return shipped
-        tried.append(shipped)
-    raise ConfigError(
-        f"kernel sources not found in {' or '.join(map(str, tried))}; reinstall hisparse from a wheel or a checkout"
-    )
