@@ -1,0 +1,38 @@
+"""The word in which kernels report what they cannot raise.
+
+A status tensor is int32 [4] on the device: flags, then seat, position and detail of the first error. The host reads it with the
+step's sampled tokens and discards the step if any flag is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NO_PAGE = 1
+NO_HOT_BLOCK = 2
+NO_TARGET = 4
+NO_FIT = 8
+NO_INDEXER_PAGE = 16
+BAD_ROWS = 32
+STATUS_WORDS = 4
+
+_MEANING = {
+    NO_PAGE: "a selected position is neither resident nor on the host",
+    NO_HOT_BLOCK: "a slot of the hot region has no block",
+    NO_TARGET: "a row is written where no resident page is",
+    NO_FIT: "a request selects more non-resident rows than its hot region holds",
+    NO_INDEXER_PAGE: "a position has no indexer page",
+    BAD_ROWS: "the rows of one request name different seats",
+}
+
+
+def describe(status: Sequence[int]) -> str | None:
+    """What a status word says, or None when nothing is wrong.
+
+    Example: `describe([1, 3, 130, 0])` names seat 3, position 130.
+    """
+    flags, seat, position, detail = status
+    if not flags:
+        return None
+    found = [text for bit, text in _MEANING.items() if flags & bit] or [f"unknown flags {flags:#x}"]
+    return f"{'; '.join(found)} (first: seat {seat}, position {position}, detail {detail})"
