@@ -137,16 +137,26 @@ def details(rows: Sequence[Row]) -> str:
         for row in rows if row.detail)
 
 
-def facts(bench: str, yardsticks: Yardsticks) -> dict[str, Any]:
-    """Where, when and with what the numbers were measured."""
+def facts(bench: str, yardsticks: Yardsticks | None = None) -> dict[str, Any]:
+    """Where, when and with what the numbers were measured. No yardsticks: a GPU benchmark, which has ceilings of its own."""
+    gpu = _gpu() if yardsticks is None else {}
+    host = {} if yardsticks is None else {
+        "lookup_ns": round(yardsticks.lookup_ns, 2), "cold_lookup_ns": round(yardsticks.cold_lookup_ns, 2),
+        "sha256_mb_per_s": round(yardsticks.sha256_bytes_per_s / 1e6)}
     return {
-        "bench": bench, "date": time.strftime("%Y-%m-%d"), "hardware": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "bench": bench, "date": time.strftime("%Y-%m-%d"), "hardware": f"{_cpu_model()}, {os.cpu_count()} cores", **gpu,
         "python": platform.python_version(), "commit": _commit(),
         "command": " ".join([Path(sys.executable).name, "-m", f"benchmarks.{bench}", *sys.argv[1:]]),
-        "load_average": os.getloadavg()[0], "lookup_ns": round(yardsticks.lookup_ns, 2),
-        "cold_lookup_ns": round(yardsticks.cold_lookup_ns, 2),
-        "sha256_mb_per_s": round(yardsticks.sha256_bytes_per_s / 1e6),
+        "load_average": os.getloadavg()[0], **host,
     }
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": "none"}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
 
 
 def write(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -166,6 +176,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
+    """HISPARSE_COMMIT where the tree travelled without its history."""
+    if os.environ.get("HISPARSE_COMMIT"):
+        return os.environ["HISPARSE_COMMIT"]
+
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -13,11 +13,11 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.ops.sources import kernel_sources
-from hisparse.ops.values import HotState, MissPlan, Resolution
+from hisparse.ops.values import DeviceMissPlan, HotState, MissPlan, Resolution
 
-__all__ = ["HotState", "MissPlan", "Resolution", "backend", "kernel_sources"]
+__all__ = ["DeviceMissPlan", "HotState", "MissPlan", "Resolution", "backend", "kernel_sources"]
 
-_BACKENDS = {"cpu": "hisparse.ops.reference"}
+_BACKENDS = {"cpu": "hisparse.ops.reference", "cuda": "hisparse.ops.cuda"}
 
 
 def backend(device: str | torch.device) -> ModuleType:

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError
 
+SLOT_ALIGN = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HotState:
     """Replacement state of one index group's hot regions. Changed in place by `resolve` and `reset_seat` only.
+
+    On CUDA `slots` is rounded up to a multiple of SLOT_ALIGN, so that a kernel loads 16 counters at once.
 
     Attributes:
         slot_tag: int32 [seats, slots], position held by a slot, -1 = empty. Slots beyond a region's size are empty.
@@ -28,6 +32,8 @@ class HotState:
 
     @classmethod
     def empty(cls, seats: int, slots: int, positions: int, device: str | torch.device = "cpu") -> HotState:
+        if torch.device(device).type == "cuda":
+            slots = -(-slots // SLOT_ALIGN) * SLOT_ALIGN
         return cls(
             slot_tag=torch.full((seats, slots), -1, dtype=torch.int32, device=device),
             pos_slot=torch.full((seats, positions), -1, dtype=torch.int16, device=device),
@@ -68,16 +74,37 @@ class MissPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Resolution:
-    """Result of one resolve.
+class DeviceMissPlan:
+    """A miss plan that the host never sees: a section per query row, filled up to its count.
 
     Attributes:
-        row_ids: int64 [n, k], flat device rows of the leader's layer, -1 = none.
-        host_ids: int64 [n, k] or None: rows of the layer's host view for entries of prefill rows that are not resident.
+        host_rows, device_rows: int32 [n, k]; entry i of row n is valid for i < counts[n], in order of first reference.
+        counts: int32 [n], misses that row n referenced first.
+    """
+
+    host_rows: Tensor
+    device_rows: Tensor
+    counts: Tensor
+
+    def flat(self) -> MissPlan:
+        """The same on the host's side of a synchronisation, for tests."""
+        n, k = self.host_rows.shape
+        valid = torch.arange(k, device=self.counts.device) < self.counts[:, None]
+        row = torch.arange(n, device=self.counts.device)[:, None].expand(n, k)
+        return MissPlan(host_rows=self.host_rows[valid].long(), device_rows=self.device_rows[valid].long(), rows=row[valid])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resolution:
+    """Result of one resolve. Integers are int64 on the CPU and int32 on CUDA.
+
+    Attributes:
+        row_ids: [n, k], flat device rows of the leader's layer, -1 = none.
+        host_ids: [n, k] or None: rows of the layer's host view for entries of prefill rows that are not resident.
         valid: int32 [n], entries of each row that name a row (device or host).
         fits: bool [n]; False = this verification row did not fit the hot region and all of its entries are -1.
         plan: copies made; empty when everything was resident or hot.
-        resident, hot, miss: int64 [n], entries served by each tier; their sum plus host entries is `valid`. An entry
+        resident, hot, miss: [n], entries served by each tier; their sum plus host entries is `valid`. An entry
             that shares a miss of an earlier entry counts as hot.
         row_offset: of the leader's layer inside a block, contained in `row_ids` and in the plan.
     """
@@ -86,7 +113,7 @@ class Resolution:
     host_ids: Tensor | None
     valid: Tensor
     fits: Tensor
-    plan: MissPlan
+    plan: MissPlan | DeviceMissPlan
     resident: Tensor
     hot: Tensor
     miss: Tensor

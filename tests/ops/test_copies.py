@@ -10,7 +10,7 @@ import torch
 
 from hisparse import ops
 from hisparse.errors import ConfigError, InvariantError
-from hisparse.ops import HotState, MissPlan, reference
+from hisparse.ops import HotState, MissPlan, reference, sources
 
 NAN = float("nan")
 
@@ -95,7 +95,7 @@ def test_backend_is_chosen_by_device():
 def test_kernel_sources_of_a_checkout_and_of_a_wheel(tmp_path, monkeypatch):
     here = ops.kernel_sources()
     assert here == Path(ops.__file__).resolve().parents[2] / "kernels" and (here / "README.md").is_file()
-    monkeypatch.setattr(ops, "__file__", str(tmp_path / "site-packages" / "hisparse" / "ops" / "__init__.py"))
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "site-packages" / "hisparse" / "ops" / "sources.py"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme=None: str(tmp_path / (scheme or "prefix")))
     (tmp_path / "site-packages" / "kernels").mkdir(parents=True)  # somebody else's package: no pyproject.toml beside it
     with pytest.raises(ConfigError, match=r"kernel sources not found in .*prefix/share/hisparse/kernels"):

@@ -1,0 +1,85 @@
+// Helpers of every kernel. No CUDA header is included, so that NVRTC alone can compile.
+#pragma once
+
+using i16 = short;
+using i32 = int;
+using i64 = long long;
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Flags of the status word; hisparse/ops/status.py has their meaning.
+constexpr i32 NO_PAGE = 1;
+constexpr i32 NO_HOT_BLOCK = 2;
+constexpr i32 NO_TARGET = 4;
+constexpr i32 NO_FIT = 8;
+constexpr i32 NO_INDEXER_PAGE = 16;
+constexpr i32 BAD_ROWS = 32;
+
+// The first error of all keeps its details.
+__device__ inline void report(i32* status, i32 bit, i32 seat, i32 position, i32 detail) {
+    if (status != nullptr && atomicOr(&status[0], bit) == 0) {
+        status[1] = seat;
+        status[2] = position;
+        status[3] = detail;
+    }
+}
+
+// 16 bytes that are read once: host memory, or rows on their way elsewhere. Keeps them out of L1.
+__device__ inline uint4 load16(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ inline void store16(void* to, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Copies `count` rows named by lists in shared memory with all threads of the CTA, many loads in flight.
+// A list entry below 0 in `dst` is skipped.
+template <int RowBytes, int Threads, int Unroll>
+__device__ inline void copy_rows(const u8* src_rows, u8* dst_rows, const i32* src, const i32* dst, i32 dst_delta, i32 count) {
+    constexpr int Parts = RowBytes / 16;
+    static_assert(RowBytes % 16 == 0, "a row is a multiple of 16 bytes");
+    const i32 total = count * Parts;
+    for (i32 first = threadIdx.x; first < total; first += Threads * Unroll) {
+        uint4 v[Unroll];
+#pragma unroll
+        for (int u = 0; u < Unroll; ++u) {
+            const i32 i = first + u * Threads;
+            if (i < total) v[u] = load16(src_rows + (i64)src[i / Parts] * RowBytes + (i % Parts) * 16);
+        }
+#pragma unroll
+        for (int u = 0; u < Unroll; ++u) {
+            const i32 i = first + u * Threads;
+            if (i < total && dst[i / Parts] >= 0)
+                store16(dst_rows + ((i64)dst[i / Parts] + dst_delta) * RowBytes + (i % Parts) * 16, v[u]);
+        }
+    }
+}
+
+// Sorts `count` (src, dst) pairs in shared memory by src, unless they are sorted already. Every thread of the CTA calls it.
+// Rows in the order of their host addresses need fewer address translations. Items * Threads >= count.
+template <int Threads, int Items>
+__device__ inline void sort_by_source(i32* src, i32* dst, i32 count) {
+    bool ordered = true;
+    for (i32 i = threadIdx.x; i + 1 < count; i += Threads) ordered &= src[i] <= src[i + 1];
+    if (__syncthreads_and(ordered)) return;
+    i32 key[Items], value[Items], rank[Items];
+#pragma unroll
+    for (int n = 0; n < Items; ++n) {
+        const i32 i = threadIdx.x + n * Threads;
+        rank[n] = -1;
+        if (i >= count) continue;
+        key[n] = src[i], value[n] = dst[i], rank[n] = 0;
+        for (i32 j = 0; j < count; ++j) rank[n] += (src[j] < key[n]) | ((src[j] == key[n]) & (j < i));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < Items; ++n)
+        if (rank[n] >= 0) src[rank[n]] = key[n], dst[rank[n]] = value[n];
+    __syncthreads();
+}

@@ -1,0 +1,591 @@
+// Fused resolver: top-k positions of a request to flat device rows; misses are copied from host memory in the same launch.
+//
+// Geometry   grid = requests * CLUSTER CTAs of THREADS; the CLUSTER CTAs of a request form one cluster. A request has
+//            QUERY_ROWS consecutive rows of `topk` (one transaction: their union is resolved). CTA j owns columns
+//            [j, j + 1) * TOP_K / CLUSTER of each row: it looks them up and writes their row ids.
+// Phases     1 look up: resident table and position table, both loads at once; hits set bits in the CTA's bitmap; a miss
+//              claims its position in `pos_slot` with the code -2 - e, e = row * TOP_K + column; the lowest e wins.
+//            - cluster barrier; counts of all CTAs are known, no miss: update the use counters and return -
+//            2 only if two entries missed one position: read the claims again, count the winners, barrier
+//            3 victims: each CTA scans all use counters by itself: (counter, ring distance from the hand), first m slots
+//            4 rank i = misses before it in (row, column) order takes victim i. Ranks are split evenly over the CTAs, which
+//              write row ids and state and copy the rows, ordered by host address.
+// State      slot_tag, pos_slot, use, hand of the request's seat are written by its own cluster only, behind the barrier;
+//            everything before the barrier reads them (pos_slot: claims, which are replaced by a slot or by -1).
+// Requires   rows of a request share a seat or are -1 (padding); no seat occurs in two requests; TOP_K >= top-k;
+//            slots padded to 16; positions below 2^31; QUERY_ROWS * TOP_K <= 32,766; tables hold 0 where no page is.
+// Sentinels  topk -1 or outside [0, seq_len): row id -1. Seat -1: all -1, no state is touched.
+// Errors     a position without page, a slot without block, a first row that does not fit: row id -1 and the status word.
+// Determinism  row ids, plan and state are functions of inputs and state. Atomics elect a claim (a minimum) or set bits.
+#include "common.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr int COLUMNS = TOP_K / CLUSTER;                      // of one row, per CTA
+constexpr int ROUNDS_PER_ROW = (COLUMNS + THREADS - 1) / THREADS;
+constexpr int ROUNDS = QUERY_ROWS * ROUNDS_PER_ROW;
+constexpr int BLOCK = 1 << BLOCK_SHIFT;
+constexpr int GROUP = 16;                                     // slots whose counters one thread loads at once
+constexpr int CELLS = QUERY_ROWS * CLUSTER;
+static_assert(TOP_K % CLUSTER == 0 && QUERY_ROWS * TOP_K <= 32766, "codes of claims are 16 bit");
+
+struct Miss {
+    i32 position, host_row, entry;
+};
+
+struct Shared {
+    i32 counts[4][CELLS];   // per (row, CTA): misses, resident, needed, winners after phase 2; every CTA holds all
+    i32 shared_position[CLUSTER];  // CTA j saw two entries claim one position
+    i32 warp_counts[ROUNDS * WARPS];
+    u64 warp_levels[WARPS];
+    i32 first_rank[CELLS + 1];
+    i32 row_hits[QUERY_ROWS];
+    u64 skipped;
+    i32 last_slot;
+};
+
+__device__ inline u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ inline u32 cluster_rank() {
+    if (CLUSTER == 1) return 0;
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+__device__ inline void cluster_arrive() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ inline void cluster_sync() {
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+// Shared memory of another CTA of the cluster, at the same offset as `p` here.
+__device__ inline u32 remote(const void* p, u32 cta) {
+    u32 a;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(cta));
+    return a;
+}
+
+__device__ inline i32 read_from(const void* p, u32 cta) {
+    if (CLUSTER == 1) return *(const volatile i32*)p;
+    i32 v;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(remote(p, cta)) : "memory");
+    return v;
+}
+
+__device__ inline void write_to(void* p, u32 cta, i32 v) {
+    if (CLUSTER == 1) {
+        *(volatile i32*)p = v;
+    } else {
+        asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(remote(p, cta)), "r"(v) : "memory");
+    }
+}
+
+__device__ inline i16 read_claim(const i16* p) {
+    i16 v;
+    asm volatile("ld.global.cg.s16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// The lowest entry keeps the claim. Returns whether the position was claimed before.
+__device__ inline bool claim(i16* p, i32 entry) {
+    const i16 mine = (i16)(-2 - entry);
+    i16 seen = -1;
+    bool met = false;
+    while (true) {
+        const u16 old = atomicCAS((u16*)p, (u16)seen, (u16)mine);
+        if ((i16)old == seen) return met;
+        seen = (i16)old;
+        met = true;
+        if (seen >= mine) return met;  // a lower entry has the larger code
+    }
+}
+
+// Two-bit counters of a group of 16 slots as two bit planes.
+struct Planes {
+    u32 low, high;
+
+    __device__ static Planes of(const u32 (&word)[4]) {
+        Planes p{0, 0};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            p.low |= (((word[w] & 0x01010101u) * 0x01020408u) >> 24 & 0xfu) << (4 * w);
+            p.high |= ((((word[w] >> 1) & 0x01010101u) * 0x01020408u) >> 24 & 0xfu) << (4 * w);
+        }
+        return p;
+    }
+    __device__ u32 word(int w) const {  // four counters, a byte each
+        const u32 l = ((low >> (4 * w)) & 0xfu) * 0x00204081u & 0x01010101u;
+        const u32 h = ((high >> (4 * w)) & 0xfu) * 0x00204081u & 0x01010101u;
+        return l | h << 1;
+    }
+    __device__ u32 at(int level) const { return (level & 1 ? low : ~low) & (level & 2 ? high : ~high) & 0xffffu; }
+    __device__ u64 counts(u32 among) const {  // 16 bits a level
+        return (u64)__popc(at(0) & among) | (u64)__popc(at(1) & among) << 16 | (u64)__popc(at(2) & among) << 32 |
+               (u64)__popc(at(3) & among) << 48;
+    }
+    __device__ void decrease(u32 of) {  // not below 0
+        const u32 l = high & ~low, h = high & low;
+        low = (low & ~of) | (l & of), high = (high & ~of) | (h & of);
+    }
+    __device__ void increase(u32 of) {  // not above 3
+        const u32 l = ~low | high, h = high | low;
+        low = (low & ~of) | (l & of), high = (high & ~of) | (h & of);
+    }
+    __device__ void set_one(u32 of) { low |= of, high &= ~of; }
+};
+
+// Bits of the slots at or beyond `slot` in the group that starts at `first`.
+__device__ inline u32 from_slot(i32 first, i32 slot) {
+    const i32 shift = slot - first;
+    return shift <= 0 ? 0xffffu : shift >= GROUP ? 0u : (0xffffu << shift) & 0xffffu;
+}
+
+// Per-row counts of this CTA into everybody's counts[what].
+__device__ inline void publish(Shared& s, int what, const i32* rows, u32 cta) {
+    for (int i = threadIdx.x; i < QUERY_ROWS * CLUSTER; i += THREADS) {
+        const int row = i / CLUSTER;
+        write_to(&s.counts[what][row * CLUSTER + cta], i % CLUSTER, rows[row]);
+    }
+}
+
+// Gives each flagged entry its place in the CTA's list, in (row, column) order, and counts them by row.
+__device__ inline void order(Shared& s, const bool (&flag)[ROUNDS], i32 (&place)[ROUNDS], i32 (&rows)[QUERY_ROWS]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 ballots[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        ballots[r] = __ballot_sync(~0u, flag[r]);
+        if (lane == 0) s.warp_counts[r * WARPS + warp] = __popc(ballots[r]);
+    }
+    __syncthreads();
+    i32 running = 0;
+#pragma unroll
+    for (int row = 0; row < QUERY_ROWS; ++row) {
+        const i32 before_row = running;
+#pragma unroll
+        for (int k = 0; k < ROUNDS_PER_ROW; ++k) {
+            const int r = row * ROUNDS_PER_ROW + k;
+            for (int w = 0; w < WARPS; ++w) {
+                if (w == warp) place[r] = running + __popc(ballots[r] & ((1u << lane) - 1u));
+                running += s.warp_counts[r * WARPS + w];
+            }
+        }
+        rows[row] = running - before_row;
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const i32* seats, const void* seq_len, i64 seq_is_64,
+        const i32* resident_table, i64 resident_stride, const i32* source_table, i64 source_stride, i64 pages,
+        const i32* hot_table, i64 hot_stride, i64 hot_blocks, const i32* hot_rows,
+        i32* slot_tag, i16* pos_slot, u8* use, i32* hand, i64 slots, i64 positions,
+        i64 rows_per_block, i64 row_offset, u8* rows, const u8* host_rows,
+        i32* out_ids, i32* out_valid, u8* out_fits, i32* plan_host, i32* plan_device, i32* out_resident, i32* out_hot,
+        i32* out_miss, i32* status) {
+    extern __shared__ __align__(16) u8 raw[];
+    __shared__ Shared s;
+    const int words = (int)(slots / 32);
+    u32* bitmap = (u32*)raw;                              // [QUERY_ROWS][words]: slots that this CTA's entries hit
+    u32* used = bitmap + QUERY_ROWS * words;              // [words]: of all CTAs
+    i32* blocks = (i32*)(used + words);                   // [hot_blocks]
+    Miss* list = (Miss*)(blocks + hot_blocks);            // [QUERY_ROWS * COLUMNS]: this CTA's misses in order
+    i32* copy_src = (i32*)(list + QUERY_ROWS * COLUMNS);  // [MAX_COPIES]
+    constexpr int MAX_COPIES = QUERY_ROWS * COLUMNS + 1;  // ranks are split evenly, so no CTA has more than its columns
+    i32* copy_dst = copy_src + MAX_COPIES;
+    u16* victims = (u16*)(copy_dst + MAX_COPIES);         // [QUERY_ROWS * TOP_K]
+
+    const int t = threadIdx.x;
+    const u32 cta = cluster_rank();
+    const i64 request = blockIdx.x / CLUSTER, first_row = request * QUERY_ROWS;
+    i32 seat = -1;
+#pragma unroll
+    for (int row = 0; row < QUERY_ROWS; ++row) {
+        const i32 other = seats[first_row + row];
+        if (seat < 0) seat = other;
+        if (other >= 0 && other != seat && t == 0 && cta == 0) report(status, BAD_ROWS, other, -1, (i32)request);
+    }
+
+    // ---- 1: look up
+    i32 pos[ROUNDS], page_block[ROUNDS];
+    i32 slot[ROUNDS];
+    i32 limit[QUERY_ROWS];
+#pragma unroll
+    for (int row = 0; row < QUERY_ROWS; ++row) {
+        const i64 n = first_row + row;
+        const i64 length = seq_is_64 ? ((const i64*)seq_len)[n] : (i64)((const i32*)seq_len)[n];
+        limit[row] = seats[n] != seat || seat < 0 ? 0 : (i32)(length < 0x7fffffff ? length : 0x7fffffff);
+#pragma unroll
+        for (int k = 0; k < ROUNDS_PER_ROW; ++k) {
+            const int c = k * THREADS + t, column = cta * COLUMNS + c;
+            const bool here = c < COLUMNS && column < top_k;
+            pos[row * ROUNDS_PER_ROW + k] = here ? topk[n * topk_row_stride + column * topk_stride] : -1;
+        }
+    }
+    const i32 size = seat < 0 ? 0 : hot_rows[seat];
+    if (seat >= 0) {
+        resident_table += (i64)seat * resident_stride;
+        source_table += (i64)seat * source_stride;
+        hot_table += (i64)seat * hot_stride;
+        slot_tag += (i64)seat * slots;
+        pos_slot += (i64)seat * positions;
+        use += (i64)seat * slots;
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const bool named = pos[r] >= 0 && pos[r] < limit[r / ROUNDS_PER_ROW];
+        if (!named) pos[r] = -1;
+        const bool inside = named && pos[r] < positions && (pos[r] >> BLOCK_SHIFT) < pages;
+        page_block[r] = inside ? resident_table[pos[r] >> BLOCK_SHIFT] : 0;
+        slot[r] = inside && (EAGER_LOOKUP || size > 0) ? pos_slot[pos[r]] : -1;
+        if (named && !inside) {
+            report(status, NO_PAGE, seat, pos[r], 0);
+            pos[r] = -1;
+        }
+    }
+    Planes counters[GROUPS_PER_THREAD];
+#pragma unroll
+    for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+        const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
+        const uint4 v = seat >= 0 && first < (EAGER_LOOKUP ? (i32)slots : size) ? *(const uint4*)(use + first) : make_uint4(0, 0, 0, 0);
+        counters[g] = Planes::of({v.x, v.y, v.z, v.w});
+    }
+    const i32 start = seat < 0 ? 0 : hand[seat];
+    for (int i = t; i < QUERY_ROWS * words; i += THREADS) bitmap[i] = 0;
+    const i32 num_blocks = seat < 0 ? 0 : EAGER_LOOKUP ? (i32)hot_blocks : (size + BLOCK - 1) >> BLOCK_SHIFT;
+    for (int i = t; i < num_blocks; i += THREADS) blocks[i] = hot_table[i];
+    __syncthreads();
+
+    bool miss[ROUNDS];
+    i32 host_row[ROUNDS];
+    i32 row_resident[QUERY_ROWS], row_needed[QUERY_ROWS];
+    bool met = false;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int row = r / ROUNDS_PER_ROW;
+        const int c = (r % ROUNDS_PER_ROW) * THREADS + t, column = cta * COLUMNS + c;
+        const bool resident = pos[r] >= 0 && page_block[r] > 0;
+        const bool needed = pos[r] >= 0 && page_block[r] <= 0;
+        i32 id = -1;
+        miss[r] = false;
+        if (resident) {
+            id = (i32)(page_block[r] * rows_per_block + row_offset + (pos[r] & (BLOCK - 1)));
+        } else if (needed && slot[r] >= 0) {
+            atomicOr(&bitmap[row * words + (slot[r] >> 5)], 1u << (slot[r] & 31));
+            const i32 block = blocks[slot[r] >> BLOCK_SHIFT];
+            if (block > 0) id = (i32)(block * rows_per_block + row_offset + (slot[r] & (BLOCK - 1)));
+            else report(status, NO_HOT_BLOCK, seat, pos[r], slot[r]);
+        } else if (needed) {
+            const i32 block = source_table[pos[r] >> BLOCK_SHIFT];
+            if (block > 0) {
+                miss[r] = true;
+                host_row[r] = (block << BLOCK_SHIFT) + (pos[r] & (BLOCK - 1));
+                if (size > 0) met |= claim(&pos_slot[pos[r]], row * TOP_K + column);
+            } else {
+                report(status, NO_PAGE, seat, pos[r], block);
+            }
+        }
+        if (c < COLUMNS && column < top_k && !miss[r]) out_ids[(first_row + row) * top_k + column] = id;
+        const i32 in_warp_resident = __popc(__ballot_sync(~0u, resident)), in_warp = __popc(__ballot_sync(~0u, needed));
+        if (r % ROUNDS_PER_ROW == 0) row_resident[row] = row_needed[row] = 0;
+        row_resident[row] += in_warp_resident;
+        row_needed[row] += in_warp;
+    }
+    // counts of the CTA: warps add up in shared memory
+    if (t < QUERY_ROWS * 2) s.warp_counts[t] = 0;
+    bool any = false;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) any |= miss[r];
+    const bool any_miss_here = __syncthreads_or(any);
+    if (t % 32 == 0) {
+#pragma unroll
+        for (int row = 0; row < QUERY_ROWS; ++row) {
+            atomicAdd(&s.warp_counts[2 * row], row_resident[row]);
+            atomicAdd(&s.warp_counts[2 * row + 1], row_needed[row]);
+        }
+    }
+    const bool met_here = __syncthreads_or(met);
+    for (int i = t; i < CELLS; i += THREADS) {
+        const int row = i / CLUSTER;
+        write_to(&s.counts[1][row * CLUSTER + cta], i % CLUSTER, s.warp_counts[2 * row]);
+        write_to(&s.counts[2][row * CLUSTER + cta], i % CLUSTER, s.warp_counts[2 * row + 1]);
+    }
+    if (t < CLUSTER) write_to(&s.shared_position[cta], t, met_here);
+    i32 place[ROUNDS], row_misses[QUERY_ROWS];
+#pragma unroll
+    for (int row = 0; row < QUERY_ROWS; ++row) row_misses[row] = 0;
+    if (any_miss_here) {
+        __syncthreads();  // warp_counts are read above and written by order()
+        order(s, miss, place, row_misses);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+            if (miss[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column};
+        }
+    }
+    publish(s, 0, row_misses, cta);
+    cluster_sync();
+
+    bool duplicates = false;
+    for (int j = 0; j < CLUSTER; ++j) duplicates |= s.shared_position[j] != 0;
+    int which = 0;
+    bool owner[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) owner[r] = miss[r];
+
+    // ---- 2: several entries missed one position: only the first of them counts
+    if (duplicates) {
+        which = 3;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+            const i32 entry = (r / ROUNDS_PER_ROW) * TOP_K + column;
+            if (miss[r]) owner[r] = read_claim(&pos_slot[pos[r]]) == (i16)(-2 - entry);
+        }
+        order(s, owner, place, row_misses);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+            if (owner[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column};
+        }
+        publish(s, 3, row_misses, cta);
+        cluster_sync();
+    }
+    if (t == 0) {
+        i32 running = 0;
+        for (int i = 0; i < CELLS; ++i) {
+            s.first_rank[i] = running;
+            running += s.counts[which][i];
+        }
+        s.first_rank[CELLS] = running;
+    }
+    if (t < QUERY_ROWS) s.row_hits[t] = 0;
+    __syncthreads();
+    i32 misses = s.first_rank[CELLS];
+    int rows_fit = QUERY_ROWS;
+
+    i32 needed_entries = 0;
+    for (int i = 0; i < CELLS; ++i) needed_entries += s.counts[2][i];
+    const bool tight = needed_entries > size;  // otherwise their union fits
+    if (misses > 0 || tight) {
+        // used slots of all CTAs; with `tight` also the slots that each row is the first to use
+        for (int w = t; w < words; w += THREADS) {
+            u32 all = 0;
+            for (int row = 0; row < QUERY_ROWS; ++row) {
+                u32 v = 0;
+                for (int j = 0; j < CLUSTER; ++j) v |= (u32)read_from(&bitmap[row * words + w], j);
+                const i32 fresh = __popc(v & ~all);
+                if (tight && fresh) atomicAdd(&s.row_hits[row], fresh);
+                all |= v;
+            }
+            used[w] = all;
+        }
+        __syncthreads();
+    }
+    if (tight) {
+        i32 total = 0;
+        rows_fit = 0;
+        for (int row = 0; row < QUERY_ROWS; ++row) {
+            total += s.row_hits[row] + s.first_rank[(row + 1) * CLUSTER] - s.first_rank[row * CLUSTER];
+            if (total > size) break;
+            rows_fit = row + 1;
+        }
+        if (rows_fit < QUERY_ROWS) {
+            misses = s.first_rank[rows_fit * CLUSTER];
+            for (int w = t; w < words; w += THREADS) {
+                u32 all = 0;
+                for (int row = 0; row < rows_fit; ++row)
+                    for (int j = 0; j < CLUSTER; ++j) all |= (u32)read_from(&bitmap[row * words + w], j);
+                used[w] = all;
+            }
+            if (t == 0 && cta == 0 && seat >= 0) {
+                bool first = true;  // a later verification row may be refused, the first of a request must fit
+                for (int row = 0; row < rows_fit; ++row) first &= seats[first_row + row] < 0;
+                if (first) report(status, NO_FIT, seat, limit[rows_fit] - 1, size);
+            }
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int row = r / ROUNDS_PER_ROW, c = (r % ROUNDS_PER_ROW) * THREADS + t, column = cta * COLUMNS + c;
+                if (row < rows_fit) continue;
+                if (owner[r] && size > 0) pos_slot[pos[r]] = -1;
+                if (c < COLUMNS && column < top_k) out_ids[(first_row + row) * top_k + column] = -1;
+                miss[r] = owner[r] = false;
+            }
+            __syncthreads();
+        }
+    }
+
+    // ---- 3: victims
+    int level = -1;  // counter of the last victim
+    if (misses > 0) {
+        u64 mine = 0;
+        u32 eligible[GROUPS_PER_THREAD];
+#pragma unroll
+        for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+            const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
+            eligible[g] = ~from_slot(first, size) & 0xffffu;
+            if (eligible[g]) eligible[g] &= ~(used[first >> 5] >> (first & 16));
+            mine += counters[g].counts(eligible[g]);
+        }
+        const int lane = t % 32, warp = t / 32;
+        u64 upto = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const u64 other = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += other;
+        }
+        if (lane == 31) s.warp_levels[warp] = upto;
+        __syncthreads();
+        u64 before = upto - mine, total = 0;
+        for (int w = 0; w < WARPS; ++w) {
+            if (w < warp) before += s.warp_levels[w];
+            total += s.warp_levels[w];
+        }
+        // eligible slots before the hand, by level: everyone needs them, the thread that owns the hand's group knows
+        const i32 hand_group = start / GROUP;
+        if (hand_group / GROUPS_PER_THREAD == t) {
+            u64 passed = before;
+#pragma unroll
+            for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+                const i32 group = t * GROUPS_PER_THREAD + g;
+                passed += counters[g].counts(eligible[g] & ~from_slot(group * GROUP, start));
+            }
+            s.skipped = passed;
+        }
+        __syncthreads();
+        const u64 skipped = s.skipped;
+        i32 base[4];
+        i32 below = 0;
+#pragma unroll
+        for (int l = 0; l < 4; ++l) {
+            base[l] = below;
+            const i32 n = (i32)((total >> (16 * l)) & 0xffff);
+            if (level < 0 && below + n >= misses) level = l;
+            below += n;
+        }
+        u64 reached = before;
+#pragma unroll
+        for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+            const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
+            for (int l = 0; l <= level; ++l) {
+                const i32 ahead = (i32)((skipped >> (16 * l)) & 0xffff), in_level = (i32)((total >> (16 * l)) & 0xffff);
+                i32 n = (i32)((reached >> (16 * l)) & 0xffff);
+                for (u32 left = counters[g].at(l) & eligible[g]; left; left &= left - 1, ++n) {
+                    const i32 where = first + __ffs(left) - 1;
+                    const i32 rank = base[l] + n - ahead + (where >= start ? 0 : in_level);
+                    if (rank < misses) victims[rank] = (u16)where;
+                    if (rank == misses - 1) s.last_slot = where;
+                }
+            }
+            reached += counters[g].counts(eligible[g]);
+        }
+        __syncthreads();
+    }
+
+    // ---- 4: this CTA's share of the misses
+    const i32 from = (i32)((i64)misses * cta / CLUSTER), count = (i32)((i64)misses * (cta + 1) / CLUSTER) - from;
+    for (i32 i = THREADS - 1 - t; i < count; i += THREADS) {  // from the last warp on: the first ones start to copy
+        const i32 rank = from + i, v = victims[rank];
+        int cell = 0;
+        while (s.first_rank[cell + 1] <= rank) ++cell;
+        const u32 owner_cta = cell % CLUSTER;
+        i32 index = rank - s.first_rank[cell];
+        for (int row = 0; row < cell / CLUSTER; ++row) index += s.counts[which][row * CLUSTER + owner_cta];
+        const Miss* m = &list[index];
+        const i32 position = read_from(&m->position, owner_cta), host = read_from(&m->host_row, owner_cta);
+        const i32 entry = read_from(&m->entry, owner_cta), row = entry / TOP_K, column = entry % TOP_K;
+        const i32 block = blocks[v >> BLOCK_SHIFT];
+        const i32 id = block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
+        if (block <= 0) report(status, NO_HOT_BLOCK, seat, position, v);
+        copy_src[i] = host;
+        copy_dst[i] = id;
+        const i64 n = first_row + row;
+        out_ids[n * top_k + column] = id;
+        const i64 in_plan = n * top_k + rank - s.first_rank[row * CLUSTER];
+        plan_host[in_plan] = host;
+        plan_device[in_plan] = id;
+        const i32 old = slot_tag[v];
+        if (old >= 0) pos_slot[old] = -1;
+        slot_tag[v] = position;
+        pos_slot[position] = (i16)v;
+    }
+    if (misses > 0 && duplicates) {
+        cluster_sync();  // the winners' slots are in the table now
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            if (!miss[r] || owner[r]) continue;
+            const int row = r / ROUNDS_PER_ROW, column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+            const i32 v = read_claim(&pos_slot[pos[r]]), block = blocks[v >> BLOCK_SHIFT];
+            out_ids[(first_row + row) * top_k + column] =
+                block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
+        }
+    }
+
+    // use counters: this CTA's share of the groups
+    if (seat >= 0) {
+#pragma unroll
+        for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+            const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
+            if (first >= size || t % CLUSTER != (int)cta) continue;
+            u32 hit = 0;
+            if (misses > 0 || tight) {
+                hit = (used[first >> 5] >> (first & 16)) & 0xffffu;
+            } else {
+                for (int row = 0; row < QUERY_ROWS; ++row)
+                    for (int j = 0; j < CLUSTER; ++j) hit |= (u32)read_from(&bitmap[row * words + (first >> 5)], j);
+                hit = (hit >> (first & 16)) & 0xffffu;
+            }
+            if (hit == 0 && misses == 0) continue;
+            Planes next = counters[g];
+            if (misses > 0) {
+                const u32 among = ~from_slot(first, size) & ~hit & 0xffffu, past = from_slot(first, s.last_slot + 1);
+                const u32 ahead = from_slot(first, start);
+                const u32 passed = (s.last_slot >= start ? ahead & ~past : ahead | ~past) & 0xffffu;
+                u32 taken = next.at(level) & passed;
+                for (int l = 0; l < level; ++l) taken |= next.at(l);
+                taken &= among;
+                for (int l = 0; l < level; ++l) next.decrease(among);
+                next.decrease(among & passed);
+                next.set_one(taken);
+            }
+            next.increase(hit);
+            if (next.low != counters[g].low || next.high != counters[g].high)
+                *(uint4*)(use + first) = make_uint4(next.word(0), next.word(1), next.word(2), next.word(3));
+        }
+        if (misses > 0 && cta == 0 && t == 0) hand[seat] = s.last_slot + 1 < size ? s.last_slot + 1 : 0;
+    }
+    if (cta == 0 && t < QUERY_ROWS) {
+        i32 resident = 0, needed = 0;
+        for (int j = 0; j < CLUSTER; ++j) {
+            resident += s.counts[1][t * CLUSTER + j];
+            needed += s.counts[2][t * CLUSTER + j];
+        }
+        const bool fits = t < rows_fit;
+        const i32 missed = fits ? s.first_rank[(t + 1) * CLUSTER] - s.first_rank[t * CLUSTER] : 0;
+        const i64 n = first_row + t;
+        out_valid[n] = fits ? resident + needed : 0;
+        out_fits[n] = fits;
+        out_resident[n] = fits ? resident : 0;
+        out_hot[n] = fits ? needed - missed : 0;
+        out_miss[n] = missed;
+    }
+    cluster_arrive();  // nobody reads this CTA's shared memory any more once all have arrived
+    if (count > 0) {
+        __syncthreads();
+        sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);
+        copy_rows<ROW_BYTES, THREADS, UNROLL>(host_rows, rows, copy_src, copy_dst, 0, count);
+    }
+    cluster_wait();
+}
