@@ -2,7 +2,7 @@
 
 For each seat of a launch, the *union* is the set of positions that its rows select and that have no resident page,
 ranked by first reference (row, column). A row whose cumulated union exceeds the region gets -1 everywhere. Positions
-that are hot keep their slot, and its counter goes up by one, to at most 3, once a launch. The others are misses.
+that are hot keep their slot, and its counter goes up by two, to at most 3, once a launch. The others are misses.
 Victims are found by a clock: from the hand, in ring order, a slot that this launch does not use is taken if its
 counter is 0 and decremented otherwise, round after round, until every miss has one. Miss i takes the i-th victim and
 starts with counter 1; the hand stops behind the last victim. Empty slots have counter 0. All of it is a function of
@@ -20,6 +20,8 @@ from hisparse.ops.values import HotState
 
 USE_MAX = 3
 USE_NEW = 1
+USE_HIT = 2
+"""So a new row that is selected once more counts as fully used: it outlives rows that were selected in one launch only."""
 
 
 def rows_that_fit(u_row: Tensor, seats: Tensor, hot_rows: Tensor) -> Tensor:

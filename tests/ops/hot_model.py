@@ -101,7 +101,7 @@ class HotModel:
             walk = (walk + 1) % region.size
         for slot in busy:
             assert slot is not None
-            region.use[slot] = min(3, region.use[slot] + 1)
+            region.use[slot] = min(3, region.use[slot] + 2)
         for position, slot in zip(misses, victims):
             region.tags[slot], region.use[slot] = position, 1
         if misses:

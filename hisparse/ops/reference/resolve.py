@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import InvariantError
-from hisparse.ops.clock import USE_MAX, USE_NEW, find_victims, rows_that_fit
+from hisparse.ops.clock import USE_HIT, USE_MAX, USE_NEW, find_victims, rows_that_fit
 from hisparse.ops.values import HotState, MissPlan, Resolution
 
 
@@ -86,7 +86,7 @@ def resolve(
         # every check is behind us: change state, copy, write the output
         update()
         use = state.use[u_seat[is_hit], u_slot[is_hit]]
-        state.use[u_seat[is_hit], u_slot[is_hit]] = (use + 1).clamp(max=USE_MAX)
+        state.use[u_seat[is_hit], u_slot[is_hit]] = (use + USE_HIT).clamp(max=USE_MAX)
         if m_seat.numel():
             old = state.slot_tag[m_seat, victim].long()
             state.pos_slot[m_seat[old >= 0], old[old >= 0]] = -1
