@@ -140,9 +140,8 @@ struct Planes {
         const u32 l = high & ~low, h = high & low;
         low = (low & ~of) | (l & of), high = (high & ~of) | (h & of);
     }
-    __device__ void increase(u32 of) {  // not above 3
-        const u32 l = ~low | high, h = high | low;
-        low = (low & ~of) | (l & of), high = (high & ~of) | (h & of);
+    __device__ void increase_by_two(u32 of) {  // not above 3
+        low |= high & of, high |= of;
     }
     __device__ void set_one(u32 of) { low |= of, high &= ~of; }
 };
@@ -560,7 +559,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
                 next.decrease(among & passed);
                 next.set_one(taken);
             }
-            next.increase(hit);
+            next.increase_by_two(hit);  // clock.py: USE_HIT
             if (next.low != counters[g].low || next.high != counters[g].high)
                 *(uint4*)(use + first) = make_uint4(next.word(0), next.word(1), next.word(2), next.word(3));
         }
@@ -576,7 +575,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         const i32 missed = fits ? s.first_rank[(t + 1) * CLUSTER] - s.first_rank[t * CLUSTER] : 0;
         const i64 n = first_row + t;
         out_valid[n] = fits ? resident + needed : 0;
-        out_fits[n] = fits;
+        out_fits[n] = fits || seats[n] < 0;
         out_resident[n] = fits ? resident : 0;
         out_hot[n] = fits ? needed - missed : 0;
         out_miss[n] = missed;
