@@ -216,6 +216,7 @@ def locality_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[repo
     """Host blocks in extents within the span that the requests need, against the same misses scattered over the pool."""
     rows, row_bytes = [], 656
     for batch, span in ((16, 2.0), (64, 5.1)):
+        span = min(span, pool.numel() / GIB)
         near_rows = int(span * GIB) // row_bytes // BLOCK * BLOCK
         far_rows = pool.numel() // row_bytes // BLOCK * BLOCK
         near = Bench(batch, row_bytes, 4096, pool, near_rows, extents=True).measure(timer, 205, launches=4, replays=7)

@@ -37,13 +37,14 @@ class ColdTimer:
     """
 
     def __init__(self, host: Tensor | None = None) -> None:
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._host = host
         self._ids = None if host is None else torch.randint(0, host.shape[0], (64, FLUSH_HOST_ROWS), device="cuda")
         self._count = 0
 
     def cold(self) -> None:
-        self._flush.fill_(self._count % 251)
+        """Read, not written: lines that must first be written back would slow down whoever evicts them."""
+        torch.sum(self._flush)
         if self._host is not None and self._ids is not None:
             torch.sum(self._host.select(1, 0)[self._ids[self._count % 64]])
         self._count += 1

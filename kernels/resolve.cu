@@ -24,22 +24,29 @@ constexpr int COLUMNS = TOP_K / CLUSTER;                      // of one row, per
 constexpr int ROUNDS_PER_ROW = (COLUMNS + THREADS - 1) / THREADS;
 constexpr int ROUNDS = QUERY_ROWS * ROUNDS_PER_ROW;
 constexpr int BLOCK = 1 << BLOCK_SHIFT;
+constexpr int SORT_FROM = 16;                                 // fewer rows hardly share a translation
 constexpr int GROUP = 16;                                     // slots whose counters one thread loads at once
 constexpr int CELLS = QUERY_ROWS * CLUSTER;
 static_assert(TOP_K % CLUSTER == 0 && QUERY_ROWS * TOP_K <= 32766, "codes of claims are 16 bit");
 
-struct Miss {
-    i32 position, host_row, entry;
+struct alignas(16) Miss {
+    i32 position, host_row, entry, unused;
+};
+
+struct alignas(16) Cell {  // what one CTA found in one row
+    i32 misses, resident, needed, met;  // met: two of its entries claimed one position
 };
 
 struct Shared {
-    i32 counts[4][CELLS];   // per (row, CTA): misses, resident, needed, winners after phase 2; every CTA holds all
-    i32 shared_position[CLUSTER];  // CTA j saw two entries claim one position
-    i32 warp_counts[ROUNDS * WARPS];
-    u64 warp_levels[WARPS];
+    Cell cells[CELLS];    // [row][CTA] of the whole cluster
+    i32 winners[CELLS];   // the same of misses that are the first of their position, after phase 2
     i32 first_rank[CELLS + 1];
+    i32 warp_misses[ROUNDS * WARPS];
+    i32 warp_seen[ROUNDS * WARPS];  // resident + (needed << 16)
+    u64 warp_levels[WARPS];
+    u64 passed;           // eligible slots before the hand, in the hand's warp
+    i32 hand_warp;
     i32 row_hits[QUERY_ROWS];
-    u64 skipped;
     i32 last_slot;
 };
 
@@ -78,19 +85,30 @@ __device__ inline u32 remote(const void* p, u32 cta) {
     return a;
 }
 
-__device__ inline i32 read_from(const void* p, u32 cta) {
-    if (CLUSTER == 1) return *(const volatile i32*)p;
-    i32 v;
+__device__ inline u32 read_from(const u32* p, u32 cta) {
+    if (CLUSTER == 1) return *p;
+    u32 v;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(remote(p, cta)) : "memory");
     return v;
 }
 
-__device__ inline void write_to(void* p, u32 cta, i32 v) {
-    if (CLUSTER == 1) {
-        *(volatile i32*)p = v;
-    } else {
-        asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(remote(p, cta)), "r"(v) : "memory");
-    }
+__device__ inline Miss read_from(const Miss* p, u32 cta) {
+    if (CLUSTER == 1) return *p;
+    Miss m;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.position), "=r"(m.host_row), "=r"(m.entry), "=r"(m.unused) : "r"(remote(p, cta)) : "memory");
+    return m;
+}
+
+__device__ inline void write_to(i32* p, u32 cta, i32 v) {
+    if (CLUSTER == 1) *p = v;
+    else asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(remote(p, cta)), "r"(v) : "memory");
+}
+
+__device__ inline void write_to(Cell* p, u32 cta, Cell v) {
+    if (CLUSTER == 1) *p = v;
+    else asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
+                      :: "r"(remote(p, cta)), "r"(v.misses), "r"(v.resident), "r"(v.needed), "r"(v.met) : "memory");
 }
 
 __device__ inline i16 read_claim(const i16* p) {
@@ -146,30 +164,22 @@ struct Planes {
     __device__ void set_one(u32 of) { low |= of, high &= ~of; }
 };
 
+// Writes a group's counters after its hits, where they differ from what memory holds.
+__device__ inline void store_counters(u8* to, Planes now, u32 hit, Planes held) {
+    now.increase_by_two(hit);  // clock.py: USE_HIT
+    if (now.low != held.low || now.high != held.high)
+        *(uint4*)to = make_uint4(now.word(0), now.word(1), now.word(2), now.word(3));
+}
+
 // Bits of the slots at or beyond `slot` in the group that starts at `first`.
 __device__ inline u32 from_slot(i32 first, i32 slot) {
     const i32 shift = slot - first;
     return shift <= 0 ? 0xffffu : shift >= GROUP ? 0u : (0xffffu << shift) & 0xffffu;
 }
 
-// Per-row counts of this CTA into everybody's counts[what].
-__device__ inline void publish(Shared& s, int what, const i32* rows, u32 cta) {
-    for (int i = threadIdx.x; i < QUERY_ROWS * CLUSTER; i += THREADS) {
-        const int row = i / CLUSTER;
-        write_to(&s.counts[what][row * CLUSTER + cta], i % CLUSTER, rows[row]);
-    }
-}
-
-// Gives each flagged entry its place in the CTA's list, in (row, column) order, and counts them by row.
-__device__ inline void order(Shared& s, const bool (&flag)[ROUNDS], i32 (&place)[ROUNDS], i32 (&rows)[QUERY_ROWS]) {
+// Place of each flagged entry in the CTA's list, in (row, column) order, from the ballots and counts of all warps; counts by row.
+__device__ inline void order(const i32* warp_counts, const u32 (&ballots)[ROUNDS], i32 (&place)[ROUNDS], i32 (&rows)[QUERY_ROWS]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 ballots[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        ballots[r] = __ballot_sync(~0u, flag[r]);
-        if (lane == 0) s.warp_counts[r * WARPS + warp] = __popc(ballots[r]);
-    }
-    __syncthreads();
     i32 running = 0;
 #pragma unroll
     for (int row = 0; row < QUERY_ROWS; ++row) {
@@ -177,9 +187,10 @@ __device__ inline void order(Shared& s, const bool (&flag)[ROUNDS], i32 (&place)
 #pragma unroll
         for (int k = 0; k < ROUNDS_PER_ROW; ++k) {
             const int r = row * ROUNDS_PER_ROW + k;
+#pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 if (w == warp) place[r] = running + __popc(ballots[r] & ((1u << lane) - 1u));
-                running += s.warp_counts[r * WARPS + w];
+                running += warp_counts[r * WARPS + w];
             }
         }
         rows[row] = running - before_row;
@@ -197,11 +208,11 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     extern __shared__ __align__(16) u8 raw[];
     __shared__ Shared s;
     const int words = (int)(slots / 32);
-    u32* bitmap = (u32*)raw;                              // [QUERY_ROWS][words]: slots that this CTA's entries hit
+    Miss* list = (Miss*)raw;                              // [QUERY_ROWS * COLUMNS]: this CTA's misses in order
+    u32* bitmap = (u32*)(list + QUERY_ROWS * COLUMNS);    // [QUERY_ROWS][words]: slots that this CTA's entries hit
     u32* used = bitmap + QUERY_ROWS * words;              // [words]: of all CTAs
     i32* blocks = (i32*)(used + words);                   // [hot_blocks]
-    Miss* list = (Miss*)(blocks + hot_blocks);            // [QUERY_ROWS * COLUMNS]: this CTA's misses in order
-    i32* copy_src = (i32*)(list + QUERY_ROWS * COLUMNS);  // [MAX_COPIES]
+    i32* copy_src = blocks + hot_blocks;                  // [MAX_COPIES]
     constexpr int MAX_COPIES = QUERY_ROWS * COLUMNS + 1;  // ranks are split evenly, so no CTA has more than its columns
     i32* copy_dst = copy_src + MAX_COPIES;
     u16* victims = (u16*)(copy_dst + MAX_COPIES);         // [QUERY_ROWS * TOP_K]
@@ -269,8 +280,9 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
 
     bool miss[ROUNDS];
     i32 host_row[ROUNDS];
-    i32 row_resident[QUERY_ROWS], row_needed[QUERY_ROWS];
+    u32 ballots[ROUNDS];
     bool met = false;
+    const int lane = t % 32, warp = t / 32;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int row = r / ROUNDS_PER_ROW;
@@ -297,102 +309,120 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             }
         }
         if (c < COLUMNS && column < top_k && !miss[r]) out_ids[(first_row + row) * top_k + column] = id;
-        const i32 in_warp_resident = __popc(__ballot_sync(~0u, resident)), in_warp = __popc(__ballot_sync(~0u, needed));
-        if (r % ROUNDS_PER_ROW == 0) row_resident[row] = row_needed[row] = 0;
-        row_resident[row] += in_warp_resident;
-        row_needed[row] += in_warp;
-    }
-    // counts of the CTA: warps add up in shared memory
-    if (t < QUERY_ROWS * 2) s.warp_counts[t] = 0;
-    bool any = false;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) any |= miss[r];
-    const bool any_miss_here = __syncthreads_or(any);
-    if (t % 32 == 0) {
-#pragma unroll
-        for (int row = 0; row < QUERY_ROWS; ++row) {
-            atomicAdd(&s.warp_counts[2 * row], row_resident[row]);
-            atomicAdd(&s.warp_counts[2 * row + 1], row_needed[row]);
+        const i32 seen = __popc(__ballot_sync(~0u, resident)) + (__popc(__ballot_sync(~0u, needed)) << 16);
+        ballots[r] = __ballot_sync(~0u, miss[r]);
+        if (lane == 0) {
+            s.warp_seen[r * WARPS + warp] = seen;
+            s.warp_misses[r * WARPS + warp] = __popc(ballots[r]);
         }
     }
     const bool met_here = __syncthreads_or(met);
+    i32 place[ROUNDS], row_misses[QUERY_ROWS];
+    order(s.warp_misses, ballots, place, row_misses);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+        if (miss[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column, 0};
+    }
     for (int i = t; i < CELLS; i += THREADS) {
         const int row = i / CLUSTER;
-        write_to(&s.counts[1][row * CLUSTER + cta], i % CLUSTER, s.warp_counts[2 * row]);
-        write_to(&s.counts[2][row * CLUSTER + cta], i % CLUSTER, s.warp_counts[2 * row + 1]);
-    }
-    if (t < CLUSTER) write_to(&s.shared_position[cta], t, met_here);
-    i32 place[ROUNDS], row_misses[QUERY_ROWS];
-#pragma unroll
-    for (int row = 0; row < QUERY_ROWS; ++row) row_misses[row] = 0;
-    if (any_miss_here) {
-        __syncthreads();  // warp_counts are read above and written by order()
-        order(s, miss, place, row_misses);
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
-            if (miss[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column};
+        i32 seen = 0, missed = 0;
+        for (int w = 0; w < ROUNDS_PER_ROW * WARPS; ++w) {
+            seen += s.warp_seen[row * ROUNDS_PER_ROW * WARPS + w];
+            missed += s.warp_misses[row * ROUNDS_PER_ROW * WARPS + w];
         }
+        write_to(&s.cells[row * CLUSTER + cta], i % CLUSTER, Cell{missed, seen & 0xffff, seen >> 16, met_here});
     }
-    publish(s, 0, row_misses, cta);
     cluster_sync();
 
+    i32 misses = 0, needed_entries = 0;
     bool duplicates = false;
-    for (int j = 0; j < CLUSTER; ++j) duplicates |= s.shared_position[j] != 0;
-    int which = 0;
+#pragma unroll
+    for (int i = 0; i < CELLS; ++i) {
+        misses += s.cells[i].misses;
+        needed_entries += s.cells[i].needed;
+        duplicates |= s.cells[i].met != 0;
+    }
+    const bool tight = needed_entries > size;  // otherwise their union fits
+    const bool my_groups = seat >= 0 && (u32)(t / (THREADS / CLUSTER)) == cta;  // whose counters this thread writes
+
+    if (misses == 0 && !tight) {  // nothing to copy: counters go up, and that is all
+        if (my_groups && needed_entries) {
+#pragma unroll
+            for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
+                const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
+                if (first >= size) continue;
+                u32 hit = 0;
+#pragma unroll
+                for (int i = 0; i < CELLS; ++i) hit |= read_from(&bitmap[i / CLUSTER * words + (first >> 5)], i % CLUSTER);
+                store_counters(use + first, counters[g], hit >> (first & 16) & 0xffffu, counters[g]);
+            }
+        }
+        if (cta == 0 && t < QUERY_ROWS) {
+            i32 resident = 0, needed = 0;
+            for (int j = 0; j < CLUSTER; ++j) {
+                resident += s.cells[t * CLUSTER + j].resident;
+                needed += s.cells[t * CLUSTER + j].needed;
+            }
+            const i64 n = first_row + t;
+            out_valid[n] = resident + needed, out_fits[n] = 1;
+            out_resident[n] = resident, out_hot[n] = needed, out_miss[n] = 0;
+        }
+        cluster_sync();  // nobody reads this CTA's shared memory any more
+        return;
+    }
+
+    // ---- 2: several entries missed one position: only the first of them counts
     bool owner[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) owner[r] = miss[r];
-
-    // ---- 2: several entries missed one position: only the first of them counts
     if (duplicates) {
-        which = 3;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
             const i32 entry = (r / ROUNDS_PER_ROW) * TOP_K + column;
             if (miss[r]) owner[r] = read_claim(&pos_slot[pos[r]]) == (i16)(-2 - entry);
+            ballots[r] = __ballot_sync(~0u, owner[r]);
+            if (lane == 0) s.warp_misses[r * WARPS + warp] = __popc(ballots[r]);
         }
-        order(s, owner, place, row_misses);
+        __syncthreads();
+        order(s.warp_misses, ballots, place, row_misses);
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
-            if (owner[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column};
+            if (owner[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column, 0};
         }
-        publish(s, 3, row_misses, cta);
+#pragma unroll
+        for (int row = 0; row < QUERY_ROWS; ++row)
+            if (t < CLUSTER) write_to(&s.winners[row * CLUSTER + cta], t, row_misses[row]);
         cluster_sync();
     }
-    if (t == 0) {
-        i32 running = 0;
-        for (int i = 0; i < CELLS; ++i) {
-            s.first_rank[i] = running;
-            running += s.counts[which][i];
-        }
-        s.first_rank[CELLS] = running;
+    const auto first_misses = [&](int cell) { return duplicates ? s.winners[cell] : s.cells[cell].misses; };
+    if (t <= CELLS) {
+        i32 before = 0;
+        for (int i = 0; i < t; ++i) before += first_misses(i);
+        s.first_rank[t] = before;
     }
     if (t < QUERY_ROWS) s.row_hits[t] = 0;
     __syncthreads();
-    i32 misses = s.first_rank[CELLS];
+    misses = s.first_rank[CELLS];
     int rows_fit = QUERY_ROWS;
 
-    i32 needed_entries = 0;
-    for (int i = 0; i < CELLS; ++i) needed_entries += s.counts[2][i];
-    const bool tight = needed_entries > size;  // otherwise their union fits
-    if (misses > 0 || tight) {
-        // used slots of all CTAs; with `tight` also the slots that each row is the first to use
-        for (int w = t; w < words; w += THREADS) {
-            u32 all = 0;
-            for (int row = 0; row < QUERY_ROWS; ++row) {
-                u32 v = 0;
-                for (int j = 0; j < CLUSTER; ++j) v |= (u32)read_from(&bitmap[row * words + w], j);
-                const i32 fresh = __popc(v & ~all);
-                if (tight && fresh) atomicAdd(&s.row_hits[row], fresh);
-                all |= v;
-            }
-            used[w] = all;
+    // used slots of all CTAs; with `tight` also the slots that each row is the first to use
+    for (int w = t; w < words; w += THREADS) {
+        u32 all = 0;
+#pragma unroll
+        for (int row = 0; row < QUERY_ROWS; ++row) {
+            u32 v = 0;
+#pragma unroll
+            for (int j = 0; j < CLUSTER; ++j) v |= read_from(&bitmap[row * words + w], j);
+            const i32 fresh = __popc(v & ~all);
+            if (tight && fresh) atomicAdd(&s.row_hits[row], fresh);
+            all |= v;
         }
-        __syncthreads();
+        used[w] = all;
     }
+    __syncthreads();
     if (tight) {
         i32 total = 0;
         rows_fit = 0;
@@ -405,8 +435,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             misses = s.first_rank[rows_fit * CLUSTER];
             for (int w = t; w < words; w += THREADS) {
                 u32 all = 0;
-                for (int row = 0; row < rows_fit; ++row)
-                    for (int j = 0; j < CLUSTER; ++j) all |= (u32)read_from(&bitmap[row * words + w], j);
+                for (int i = 0; i < rows_fit * CLUSTER; ++i) all |= read_from(&bitmap[i / CLUSTER * words + w], i % CLUSTER);
                 used[w] = all;
             }
             if (t == 0 && cta == 0 && seat >= 0) {
@@ -438,7 +467,6 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             if (eligible[g]) eligible[g] &= ~(used[first >> 5] >> (first & 16));
             mine += counters[g].counts(eligible[g]);
         }
-        const int lane = t % 32, warp = t / 32;
         u64 upto = mine;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
@@ -446,25 +474,22 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             if (lane >= d) upto += other;
         }
         if (lane == 31) s.warp_levels[warp] = upto;
+        if (start / GROUP / GROUPS_PER_THREAD == t) {  // the thread that holds the hand's group
+            u64 passed = upto - mine;
+#pragma unroll
+            for (int g = 0; g < GROUPS_PER_THREAD; ++g)
+                passed += counters[g].counts(eligible[g] & ~from_slot((t * GROUPS_PER_THREAD + g) * GROUP, start));
+            s.passed = passed;
+            s.hand_warp = warp;
+        }
         __syncthreads();
-        u64 before = upto - mine, total = 0;
+        u64 before = upto - mine, total = 0, skipped = s.passed;  // skipped: eligible slots before the hand, by level
+#pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             if (w < warp) before += s.warp_levels[w];
+            if (w < s.hand_warp) skipped += s.warp_levels[w];
             total += s.warp_levels[w];
         }
-        // eligible slots before the hand, by level: everyone needs them, the thread that owns the hand's group knows
-        const i32 hand_group = start / GROUP;
-        if (hand_group / GROUPS_PER_THREAD == t) {
-            u64 passed = before;
-#pragma unroll
-            for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
-                const i32 group = t * GROUPS_PER_THREAD + g;
-                passed += counters[g].counts(eligible[g] & ~from_slot(group * GROUP, start));
-            }
-            s.skipped = passed;
-        }
-        __syncthreads();
-        const u64 skipped = s.skipped;
         i32 base[4];
         i32 below = 0;
 #pragma unroll
@@ -501,10 +526,9 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         while (s.first_rank[cell + 1] <= rank) ++cell;
         const u32 owner_cta = cell % CLUSTER;
         i32 index = rank - s.first_rank[cell];
-        for (int row = 0; row < cell / CLUSTER; ++row) index += s.counts[which][row * CLUSTER + owner_cta];
-        const Miss* m = &list[index];
-        const i32 position = read_from(&m->position, owner_cta), host = read_from(&m->host_row, owner_cta);
-        const i32 entry = read_from(&m->entry, owner_cta), row = entry / TOP_K, column = entry % TOP_K;
+        for (int row = 0; row < cell / CLUSTER; ++row) index += first_misses(row * CLUSTER + owner_cta);
+        const Miss m = read_from(&list[index], owner_cta);
+        const i32 position = m.position, host = m.host_row, row = m.entry / TOP_K, column = m.entry % TOP_K;
         const i32 block = blocks[v >> BLOCK_SHIFT];
         const i32 id = block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
         if (block <= 0) report(status, NO_HOT_BLOCK, seat, position, v);
@@ -532,44 +556,33 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         }
     }
 
-    // use counters: this CTA's share of the groups
-    if (seat >= 0) {
+    if (my_groups) {
 #pragma unroll
         for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
             const i32 first = (t * GROUPS_PER_THREAD + g) * GROUP;
-            if (first >= size || t % CLUSTER != (int)cta) continue;
-            u32 hit = 0;
-            if (misses > 0 || tight) {
-                hit = (used[first >> 5] >> (first & 16)) & 0xffffu;
-            } else {
-                for (int row = 0; row < QUERY_ROWS; ++row)
-                    for (int j = 0; j < CLUSTER; ++j) hit |= (u32)read_from(&bitmap[row * words + (first >> 5)], j);
-                hit = (hit >> (first & 16)) & 0xffffu;
-            }
-            if (hit == 0 && misses == 0) continue;
-            Planes next = counters[g];
+            if (first >= size) continue;
+            const u32 hit = used[first >> 5] >> (first & 16) & 0xffffu;
+            const Planes before = counters[g];
             if (misses > 0) {
                 const u32 among = ~from_slot(first, size) & ~hit & 0xffffu, past = from_slot(first, s.last_slot + 1);
                 const u32 ahead = from_slot(first, start);
                 const u32 passed = (s.last_slot >= start ? ahead & ~past : ahead | ~past) & 0xffffu;
-                u32 taken = next.at(level) & passed;
-                for (int l = 0; l < level; ++l) taken |= next.at(l);
+                u32 taken = before.at(level) & passed;
+                for (int l = 0; l < level; ++l) taken |= before.at(l);
                 taken &= among;
-                for (int l = 0; l < level; ++l) next.decrease(among);
-                next.decrease(among & passed);
-                next.set_one(taken);
+                for (int l = 0; l < level; ++l) counters[g].decrease(among);
+                counters[g].decrease(among & passed);
+                counters[g].set_one(taken);
             }
-            next.increase_by_two(hit);  // clock.py: USE_HIT
-            if (next.low != counters[g].low || next.high != counters[g].high)
-                *(uint4*)(use + first) = make_uint4(next.word(0), next.word(1), next.word(2), next.word(3));
+            store_counters(use + first, counters[g], hit, before);
         }
-        if (misses > 0 && cta == 0 && t == 0) hand[seat] = s.last_slot + 1 < size ? s.last_slot + 1 : 0;
     }
+    if (seat >= 0 && misses > 0 && cta == 0 && t == 0) hand[seat] = s.last_slot + 1 < size ? s.last_slot + 1 : 0;
     if (cta == 0 && t < QUERY_ROWS) {
         i32 resident = 0, needed = 0;
         for (int j = 0; j < CLUSTER; ++j) {
-            resident += s.counts[1][t * CLUSTER + j];
-            needed += s.counts[2][t * CLUSTER + j];
+            resident += s.cells[t * CLUSTER + j].resident;
+            needed += s.cells[t * CLUSTER + j].needed;
         }
         const bool fits = t < rows_fit;
         const i32 missed = fits ? s.first_rank[(t + 1) * CLUSTER] - s.first_rank[t * CLUSTER] : 0;
@@ -583,7 +596,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     cluster_arrive();  // nobody reads this CTA's shared memory any more once all have arrived
     if (count > 0) {
         __syncthreads();
-        sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);
+        if (count >= SORT_FROM) sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);
         copy_rows<ROW_BYTES, THREADS, UNROLL>(host_rows, rows, copy_src, copy_dst, 0, count);
     }
     cluster_wait();

@@ -47,7 +47,7 @@ class Geometry:
                 f"{query_rows} rows of top-{top_k} per request have more than {MAX_ENTRIES} entries; split the request's rows"
             )
         threads = 256
-        cluster = 8 if requests <= 16 else 4 if requests <= 64 else 2
+        cluster = 16 if requests <= 2 else 8 if requests <= 16 else 4 if requests <= 64 else 2
         while cluster > 1 and bucket // cluster < 128:
             cluster //= 2
         while query_rows * bucket // cluster // threads > 8 and cluster < 8:
@@ -62,7 +62,7 @@ class Geometry:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
         entries = self.query_rows * (self.top_k // self.cluster)
         words = (self.query_rows + 1) * (slots // 32)
-        return 4 * (words + hot_blocks) + 12 * entries + 8 * (entries + 1) + 2 * self.query_rows * self.top_k
+        return 4 * (words + hot_blocks) + 16 * entries + 8 * (entries + 1) + 2 * self.query_rows * self.top_k
 
     def instance(self, row_bytes: int, block_size: int) -> Instance:
         return Instance("resolve.cu", "resolve", {
