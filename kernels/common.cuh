@@ -16,6 +16,7 @@ constexpr i32 NO_TARGET = 4;
 constexpr i32 NO_FIT = 8;
 constexpr i32 NO_INDEXER_PAGE = 16;
 constexpr i32 BAD_ROWS = 32;
+constexpr i32 TABLE_FULL = 64;
 
 // The first error of all keeps its details.
 __device__ inline void report(i32* status, i32 bit, i32 seat, i32 position, i32 detail) {

@@ -17,7 +17,7 @@ extern "C" __global__ void reset_seats(const i32* resets, i32* slot_tag, i16* po
         const bool gone = (from_slot >= 0 && slot >= from_slot) || (from_position >= 0 && tag >= from_position);
         if (!gone) continue;
         if (tag >= 0) {
-            pos_slot[(i64)seat * positions + tag] = -1;
+            if (positions > 0) pos_slot[(i64)seat * positions + tag] = -1;  // a hashed state has no table
             tags[slot] = -1;
         }
         use[(i64)seat * slots + slot] = 0;

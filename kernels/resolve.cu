@@ -3,13 +3,16 @@
 // Geometry   grid = requests * CLUSTER CTAs of THREADS; the CLUSTER CTAs of a request form one cluster. A request has
 //            QUERY_ROWS consecutive rows of `topk` (one transaction: their union is resolved). CTA j owns columns
 //            [j, j + 1) * TOP_K / CLUSTER of each row: it looks them up and writes their row ids.
-// Phases     1 look up: resident table and position table, both loads at once; hits set bits in the CTA's bitmap; a miss
-//              claims its position in `pos_slot` with the code -2 - e, e = row * TOP_K + column; the lowest e wins.
-//            - cluster barrier; counts of all CTAs are known, no miss: update the use counters and return -
+// Phases     0 clear the CTA's part of the hit bitmap; arrive at a cluster barrier, wait for it when the loads are back
+//            1 look up: resident table and position table, both loads at once; a hit sets a bit in the bitmap of the CTA that
+//              owns the slot's counters; a miss claims its position in the table with the code -2 - e,
+//              e = row * TOP_K + column; the lowest e wins.
+//            - cluster barrier; counts of all CTAs are known, no miss: update the own counters and return -
 //            2 only if two entries missed one position: read the claims again, count the winners, barrier
 //            3 victims: each CTA scans all use counters by itself: (counter, ring distance from the hand), first m slots
 //            4 rank i = misses before it in (row, column) order takes victim i. Ranks are split evenly over the CTAs, which
 //              write row ids and state and copy the rows, ordered by host address.
+// Tables     HASH_CAPACITY = 0: DirectTable, else HashTable; position_table.cuh says what they are. Same results.
 // State      slot_tag, pos_slot, use, hand of the request's seat are written by its own cluster only, behind the barrier;
 //            everything before the barrier reads them (pos_slot: claims, which are replaced by a slot or by -1).
 // Requires   rows of a request share a seat or are -1 (padding); no seat occurs in two requests; TOP_K >= top-k;
@@ -17,7 +20,13 @@
 // Sentinels  topk -1 or outside [0, seq_len): row id -1. Seat -1: all -1, no state is touched.
 // Errors     a position without page, a slot without block, a first row that does not fit: row id -1 and the status word.
 // Determinism  row ids, plan and state are functions of inputs and state. Atomics elect a claim (a minimum) or set bits.
-#include "common.cuh"
+#include "position_table.cuh"
+
+#if HASH_CAPACITY
+using Table = HashTable;
+#else
+using Table = DirectTable;
+#endif
 
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = TOP_K / CLUSTER;                      // of one row, per CTA
@@ -50,85 +59,9 @@ struct Shared {
     i32 last_slot;
 };
 
-__device__ inline u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ inline u32 cluster_rank() {
-    if (CLUSTER == 1) return 0;
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
-__device__ inline void cluster_arrive() {
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ inline void cluster_wait() {
-    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ inline void cluster_sync() {
-    if (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        cluster_arrive();
-        cluster_wait();
-    }
-}
-
-// Shared memory of another CTA of the cluster, at the same offset as `p` here.
-__device__ inline u32 remote(const void* p, u32 cta) {
-    u32 a;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(cta));
-    return a;
-}
-
-__device__ inline u32 read_from(const u32* p, u32 cta) {
-    if (CLUSTER == 1) return *p;
-    u32 v;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(remote(p, cta)) : "memory");
-    return v;
-}
-
-__device__ inline Miss read_from(const Miss* p, u32 cta) {
-    if (CLUSTER == 1) return *p;
-    Miss m;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m.position), "=r"(m.host_row), "=r"(m.entry), "=r"(m.unused) : "r"(remote(p, cta)) : "memory");
-    return m;
-}
-
-__device__ inline void write_to(i32* p, u32 cta, i32 v) {
-    if (CLUSTER == 1) *p = v;
-    else asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(remote(p, cta)), "r"(v) : "memory");
-}
-
-__device__ inline void write_to(Cell* p, u32 cta, Cell v) {
-    if (CLUSTER == 1) *p = v;
-    else asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
-                      :: "r"(remote(p, cta)), "r"(v.misses), "r"(v.resident), "r"(v.needed), "r"(v.met) : "memory");
-}
-
-__device__ inline i16 read_claim(const i16* p) {
-    i16 v;
-    asm volatile("ld.global.cg.s16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
-
-// The lowest entry keeps the claim. Returns whether the position was claimed before.
-__device__ inline bool claim(i16* p, i32 entry) {
-    const i16 mine = (i16)(-2 - entry);
-    i16 seen = -1;
-    bool met = false;
-    while (true) {
-        const u16 old = atomicCAS((u16*)p, (u16)seen, (u16)mine);
-        if ((i16)old == seen) return met;
-        seen = (i16)old;
-        met = true;
-        if (seen >= mine) return met;  // a lower entry has the larger code
-    }
+// The CTA whose threads hold the counters of a slot, and so its bit of the hit bitmap.
+__device__ inline u32 owner_of(i32 slot) {
+    return slot / (GROUP * GROUPS_PER_THREAD) / (THREADS / CLUSTER);
 }
 
 // Two-bit counters of a group of 16 slots as two bit planes.
@@ -177,6 +110,13 @@ __device__ inline u32 from_slot(i32 first, i32 slot) {
     return shift <= 0 ? 0xffffu : shift >= GROUP ? 0u : (0xffffu << shift) & 0xffffu;
 }
 
+// Word w of a row's bitmap, from its owner.
+__device__ inline u32 hits_of_all(const u32* row_bitmap, int w) {
+    static_assert(GROUPS_PER_THREAD * (THREADS / CLUSTER) % 2 == 0, "a CTA owns whole words of the bitmap");
+    const u32 cta = owner_of(32 * w);
+    return cta < CLUSTER ? read_from(row_bitmap + w, cta) : 0;
+}
+
 // Place of each flagged entry in the CTA's list, in (row, column) order, from the ballots and counts of all warps; counts by row.
 __device__ inline void order(const i32* warp_counts, const u32 (&ballots)[ROUNDS], i32 (&place)[ROUNDS], i32 (&rows)[QUERY_ROWS]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -209,17 +149,20 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     __shared__ Shared s;
     const int words = (int)(slots / 32);
     Miss* list = (Miss*)raw;                              // [QUERY_ROWS * COLUMNS]: this CTA's misses in order
-    u32* bitmap = (u32*)(list + QUERY_ROWS * COLUMNS);    // [QUERY_ROWS][words]: slots that this CTA's entries hit
+    u32* bitmap = (u32*)(list + QUERY_ROWS * COLUMNS);    // [QUERY_ROWS][words]: hit slots; owner_of(slot) has the bit
     u32* used = bitmap + QUERY_ROWS * words;              // [words]: of all CTAs
     i32* blocks = (i32*)(used + words);                   // [hot_blocks]
     i32* copy_src = blocks + hot_blocks;                  // [MAX_COPIES]
     constexpr int MAX_COPIES = QUERY_ROWS * COLUMNS + 1;  // ranks are split evenly, so no CTA has more than its columns
     i32* copy_dst = copy_src + MAX_COPIES;
-    u16* victims = (u16*)(copy_dst + MAX_COPIES);         // [QUERY_ROWS * TOP_K]
+    i32* hash = copy_dst + MAX_COPIES;                    // [2 * HASH_CAPACITY]: keys, values
+    u16* victims = (u16*)(hash + 2 * HASH_CAPACITY);      // [QUERY_ROWS * TOP_K]
 
     const int t = threadIdx.x;
     const u32 cta = cluster_rank();
     const i64 request = blockIdx.x / CLUSTER, first_row = request * QUERY_ROWS;
+    for (int i = t; i < QUERY_ROWS * words; i += THREADS) bitmap[i] = 0;
+    if (!Table::BUILT) cluster_arrive();  // no shared memory of a CTA is written before that CTA runs and has cleared it
     i32 seat = -1;
 #pragma unroll
     for (int row = 0; row < QUERY_ROWS; ++row) {
@@ -253,13 +196,23 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         pos_slot += (i64)seat * positions;
         use += (i64)seat * slots;
     }
+#if HASH_CAPACITY
+    Table table{hash, hash + HASH_CAPACITY, HASH_CAPACITY, false};
+    table.clear();
+    __syncthreads();
+    if (!table.build(slot_tag, size, cta)) report(status, TABLE_FULL, seat, -1, HASH_CAPACITY);
+    cluster_arrive();
+    cluster_wait();
+#else
+    Table table{pos_slot};
+#endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const bool named = pos[r] >= 0 && pos[r] < limit[r / ROUNDS_PER_ROW];
         if (!named) pos[r] = -1;
         const bool inside = named && pos[r] < positions && (pos[r] >> BLOCK_SHIFT) < pages;
         page_block[r] = inside ? resident_table[pos[r] >> BLOCK_SHIFT] : 0;
-        slot[r] = inside && (EAGER_LOOKUP || size > 0) ? pos_slot[pos[r]] : -1;
+        slot[r] = inside && (EAGER_LOOKUP || size > 0) ? table.find(pos[r]) : -1;
         if (named && !inside) {
             report(status, NO_PAGE, seat, pos[r], 0);
             pos[r] = -1;
@@ -273,10 +226,10 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         counters[g] = Planes::of({v.x, v.y, v.z, v.w});
     }
     const i32 start = seat < 0 ? 0 : hand[seat];
-    for (int i = t; i < QUERY_ROWS * words; i += THREADS) bitmap[i] = 0;
     const i32 num_blocks = seat < 0 ? 0 : EAGER_LOOKUP ? (i32)hot_blocks : (size + BLOCK - 1) >> BLOCK_SHIFT;
     for (int i = t; i < num_blocks; i += THREADS) blocks[i] = hot_table[i];
     __syncthreads();
+    if (!Table::BUILT) cluster_wait();
 
     bool miss[ROUNDS];
     i32 host_row[ROUNDS];
@@ -294,7 +247,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         if (resident) {
             id = (i32)(page_block[r] * rows_per_block + row_offset + (pos[r] & (BLOCK - 1)));
         } else if (needed && slot[r] >= 0) {
-            atomicOr(&bitmap[row * words + (slot[r] >> 5)], 1u << (slot[r] & 31));
+            set_bits(&bitmap[row * words + (slot[r] >> 5)], owner_of(slot[r]), 1u << (slot[r] & 31));
             const i32 block = blocks[slot[r] >> BLOCK_SHIFT];
             if (block > 0) id = (i32)(block * rows_per_block + row_offset + (slot[r] & (BLOCK - 1)));
             else report(status, NO_HOT_BLOCK, seat, pos[r], slot[r]);
@@ -303,7 +256,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             if (block > 0) {
                 miss[r] = true;
                 host_row[r] = (block << BLOCK_SHIFT) + (pos[r] & (BLOCK - 1));
-                if (size > 0) met |= claim(&pos_slot[pos[r]], row * TOP_K + column);
+                if (size > 0) met |= table.claim(pos[r], row * TOP_K + column);
             } else {
                 report(status, NO_PAGE, seat, pos[r], block);
             }
@@ -316,13 +269,19 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             s.warp_misses[r * WARPS + warp] = __popc(ballots[r]);
         }
     }
+    if (table.full) report(status, TABLE_FULL, seat, -1, HASH_CAPACITY);
     const bool met_here = __syncthreads_or(met);
     i32 place[ROUNDS], row_misses[QUERY_ROWS];
-    order(s.warp_misses, ballots, place, row_misses);
+    u32 any = 0;
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
-        if (miss[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column, 0};
+    for (int r = 0; r < ROUNDS; ++r) any |= ballots[r];
+    if (any) {
+        order(s.warp_misses, ballots, place, row_misses);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
+            if (miss[r]) list[place[r]] = Miss{pos[r], host_row[r], (r / ROUNDS_PER_ROW) * TOP_K + column, 0};
+        }
     }
     for (int i = t; i < CELLS; i += THREADS) {
         const int row = i / CLUSTER;
@@ -331,7 +290,8 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             seen += s.warp_seen[row * ROUNDS_PER_ROW * WARPS + w];
             missed += s.warp_misses[row * ROUNDS_PER_ROW * WARPS + w];
         }
-        write_to(&s.cells[row * CLUSTER + cta], i % CLUSTER, Cell{missed, seen & 0xffff, seen >> 16, met_here});
+        write16_to(&s.cells[row * CLUSTER + cta], i % CLUSTER,
+                   make_uint4(missed, seen & 0xffff, seen >> 16, met_here));  // a Cell
     }
     cluster_sync();
 
@@ -354,7 +314,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
                 if (first >= size) continue;
                 u32 hit = 0;
 #pragma unroll
-                for (int i = 0; i < CELLS; ++i) hit |= read_from(&bitmap[i / CLUSTER * words + (first >> 5)], i % CLUSTER);
+                for (int row = 0; row < QUERY_ROWS; ++row) hit |= bitmap[row * words + (first >> 5)];
                 store_counters(use + first, counters[g], hit >> (first & 16) & 0xffffu, counters[g]);
             }
         }
@@ -368,8 +328,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             out_valid[n] = resident + needed, out_fits[n] = 1;
             out_resident[n] = resident, out_hot[n] = needed, out_miss[n] = 0;
         }
-        cluster_sync();  // nobody reads this CTA's shared memory any more
-        return;
+        return;  // nobody reads another CTA's shared memory
     }
 
     // ---- 2: several entries missed one position: only the first of them counts
@@ -381,7 +340,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         for (int r = 0; r < ROUNDS; ++r) {
             const int column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
             const i32 entry = (r / ROUNDS_PER_ROW) * TOP_K + column;
-            if (miss[r]) owner[r] = read_claim(&pos_slot[pos[r]]) == (i16)(-2 - entry);
+            if (miss[r]) owner[r] = table.read(pos[r]) == -2 - entry;
             ballots[r] = __ballot_sync(~0u, owner[r]);
             if (lane == 0) s.warp_misses[r * WARPS + warp] = __popc(ballots[r]);
         }
@@ -408,14 +367,12 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     misses = s.first_rank[CELLS];
     int rows_fit = QUERY_ROWS;
 
-    // used slots of all CTAs; with `tight` also the slots that each row is the first to use
+    // used slots, collected from their owners; with `tight` also the slots that each row is the first to use
     for (int w = t; w < words; w += THREADS) {
         u32 all = 0;
 #pragma unroll
         for (int row = 0; row < QUERY_ROWS; ++row) {
-            u32 v = 0;
-#pragma unroll
-            for (int j = 0; j < CLUSTER; ++j) v |= read_from(&bitmap[row * words + w], j);
+            const u32 v = hits_of_all(bitmap + row * words, w);
             const i32 fresh = __popc(v & ~all);
             if (tight && fresh) atomicAdd(&s.row_hits[row], fresh);
             all |= v;
@@ -435,7 +392,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             misses = s.first_rank[rows_fit * CLUSTER];
             for (int w = t; w < words; w += THREADS) {
                 u32 all = 0;
-                for (int i = 0; i < rows_fit * CLUSTER; ++i) all |= read_from(&bitmap[i / CLUSTER * words + w], i % CLUSTER);
+                for (int row = 0; row < rows_fit; ++row) all |= hits_of_all(bitmap + row * words, w);
                 used[w] = all;
             }
             if (t == 0 && cta == 0 && seat >= 0) {
@@ -447,7 +404,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             for (int r = 0; r < ROUNDS; ++r) {
                 const int row = r / ROUNDS_PER_ROW, c = (r % ROUNDS_PER_ROW) * THREADS + t, column = cta * COLUMNS + c;
                 if (row < rows_fit) continue;
-                if (owner[r] && size > 0) pos_slot[pos[r]] = -1;
+                if (owner[r] && size > 0) table.drop(pos[r]);
                 if (c < COLUMNS && column < top_k) out_ids[(first_row + row) * top_k + column] = -1;
                 miss[r] = owner[r] = false;
             }
@@ -527,8 +484,8 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         const u32 owner_cta = cell % CLUSTER;
         i32 index = rank - s.first_rank[cell];
         for (int row = 0; row < cell / CLUSTER; ++row) index += first_misses(row * CLUSTER + owner_cta);
-        const Miss m = read_from(&list[index], owner_cta);
-        const i32 position = m.position, host = m.host_row, row = m.entry / TOP_K, column = m.entry % TOP_K;
+        const uint4 m = read16_from(&list[index], owner_cta);  // a Miss
+        const i32 position = m.x, host = m.y, row = m.z / TOP_K, column = m.z % TOP_K;
         const i32 block = blocks[v >> BLOCK_SHIFT];
         const i32 id = block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
         if (block <= 0) report(status, NO_HOT_BLOCK, seat, position, v);
@@ -539,10 +496,8 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         const i64 in_plan = n * top_k + rank - s.first_rank[row * CLUSTER];
         plan_host[in_plan] = host;
         plan_device[in_plan] = id;
-        const i32 old = slot_tag[v];
-        if (old >= 0) pos_slot[old] = -1;
+        table.settle(slot_tag[v], position, v);
         slot_tag[v] = position;
-        pos_slot[position] = (i16)v;
     }
     if (misses > 0 && duplicates) {
         cluster_sync();  // the winners' slots are in the table now
@@ -550,7 +505,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         for (int r = 0; r < ROUNDS; ++r) {
             if (!miss[r] || owner[r]) continue;
             const int row = r / ROUNDS_PER_ROW, column = cta * COLUMNS + (r % ROUNDS_PER_ROW) * THREADS + t;
-            const i32 v = read_claim(&pos_slot[pos[r]]), block = blocks[v >> BLOCK_SHIFT];
+            const i32 v = table.read(pos[r]), block = v < 0 ? 0 : blocks[v >> BLOCK_SHIFT];
             out_ids[(first_row + row) * top_k + column] =
                 block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
         }
@@ -593,7 +548,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         out_hot[n] = fits ? needed - missed : 0;
         out_miss[n] = missed;
     }
-    cluster_arrive();  // nobody reads this CTA's shared memory any more once all have arrived
+    cluster_arrive();  // nobody looks into this CTA's shared memory any more once all have arrived
     if (count > 0) {
         __syncthreads();
         if (count >= SORT_FROM) sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);

@@ -14,6 +14,7 @@ NO_TARGET = 4
 NO_FIT = 8
 NO_INDEXER_PAGE = 16
 BAD_ROWS = 32
+TABLE_FULL = 64
 STATUS_WORDS = 4
 
 _MEANING = {
@@ -23,6 +24,7 @@ _MEANING = {
     NO_FIT: "a request selects more non-resident rows than its hot region holds",
     NO_INDEXER_PAGE: "a position has no indexer page",
     BAD_ROWS: "the rows of one request name different seats",
+    TABLE_FULL: "the hash table of a launch is full",
 }
 
 

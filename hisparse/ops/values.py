@@ -20,7 +20,7 @@ class HotState:
 
     Attributes:
         slot_tag: int32 [seats, slots], position held by a slot, -1 = empty. Slots beyond a region's size are empty.
-        pos_slot: int16 [seats, positions], slot of a position, -1 = not hot.
+        pos_slot: int16 [seats, positions], slot of a position, -1 = not hot; [seats, 0] of a hashed state.
         use: uint8 [seats, slots], 2-bit use counter.
         hand: int32 [seats], slot at which the next search for a victim starts.
     """
@@ -31,23 +31,29 @@ class HotState:
     hand: Tensor
 
     @classmethod
-    def empty(cls, seats: int, slots: int, positions: int, device: str | torch.device = "cpu") -> HotState:
+    def empty(cls, seats: int, slots: int, positions: int, device: str | torch.device = "cpu", *,
+              hashed: bool = False) -> HotState:
+        """`hashed` (CUDA): no position table, 2 bytes a position and seat less; each resolve builds one from the tags."""
         if torch.device(device).type == "cuda":
             slots = -(-slots // SLOT_ALIGN) * SLOT_ALIGN
         return cls(
             slot_tag=torch.full((seats, slots), -1, dtype=torch.int32, device=device),
-            pos_slot=torch.full((seats, positions), -1, dtype=torch.int16, device=device),
+            pos_slot=torch.full((seats, 0 if hashed else positions), -1, dtype=torch.int16, device=device),
             use=torch.zeros((seats, slots), dtype=torch.uint8, device=device),
             hand=torch.zeros((seats,), dtype=torch.int32, device=device),
         )
+
+    @property
+    def is_hashed(self) -> bool:
+        return self.pos_slot.shape[1] == 0
 
     def check(self, hot_rows: Tensor) -> None:
         """Raises InvariantError unless tags and positions name each other, none beyond `hot_rows` int64 [seats]."""
         seat, slot = (self.slot_tag >= 0).nonzero(as_tuple=True)
         tag = self.slot_tag[seat, slot].long()
-        if not torch.equal(self.pos_slot[seat, tag].long(), slot):
+        if not self.is_hashed and not torch.equal(self.pos_slot[seat, tag].long(), slot):
             raise InvariantError(f"hot tags and positions disagree, seats {sorted(set(seat.tolist()))}")
-        if int((self.pos_slot >= 0).sum()) != seat.numel():
+        if not self.is_hashed and int((self.pos_slot >= 0).sum()) != seat.numel():
             raise InvariantError(f"{int((self.pos_slot >= 0).sum())} positions are hot but {seat.numel()} slots are tagged")
         if bool((slot >= hot_rows[seat]).any()):
             raise InvariantError("a slot beyond its region's size is tagged")

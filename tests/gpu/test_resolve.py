@@ -58,6 +58,21 @@ def test_verification_rows(rows: int, hot: int) -> None:
     random_steps(world, 512, 8, rows=rows, hostile=True, pool=1500)
 
 
+@pytest.mark.parametrize("batch", [1, 16, 65, 256])
+@pytest.mark.parametrize(("rows", "hot"), [(1, 2048), (1, 700), (4, 2048), (2, 600)])
+def test_hash_instead_of_the_position_table(batch: int, rows: int, hot: int) -> None:
+    world = World(seats=batch, pages=40, hot=hot, hot_max=2048, row_bytes=16, hashed=True)
+    random_steps(world, 512, 5, rows=rows, hostile=True, pool=1500)
+    world.reset(0, 100, -1)
+    random_steps(world, 512, 2, rows=rows, ordered=True)
+
+
+@pytest.mark.parametrize("hot", [4096, 32768])
+def test_hash_at_large_regions(hot: int) -> None:
+    world = World(seats=2, pages=hot // 64 + 64, hot=hot, hot_max=hot, row_bytes=16, resident=0.05, hashed=True)
+    random_steps(world, 2048, 14, ordered=True, pool=hot + hot // 2)
+
+
 @pytest.mark.parametrize("batch", [1, 16, 64, 256])
 def test_all_misses_then_all_hits(batch: int) -> None:
     world = World(seats=batch, pages=8, hot=512, hot_max=512, row_bytes=16, resident=0.0)

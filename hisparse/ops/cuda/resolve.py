@@ -37,10 +37,15 @@ class Geometry:
     eager: int
     ctas_per_sm: int
     unroll: int = 8
+    hash_capacity: int = 0
 
     @classmethod
-    def choose(cls, requests: int, query_rows: int, top_k: int, slots: int) -> Geometry:
-        """Raises InvariantError when the rows of one request have more entries than a claim can name."""
+    def choose(cls, requests: int, query_rows: int, top_k: int, slots: int, *, hashed: bool = False) -> Geometry:
+        """`hashed`: the state has no position table, so each launch builds one in shared memory.
+
+        Raises:
+            InvariantError: the rows of one request have more entries than a claim can name.
+        """
         bucket = max(256, 1 << (top_k - 1).bit_length())
         if query_rows * bucket > MAX_ENTRIES:
             raise InvariantError(
@@ -55,20 +60,28 @@ class Geometry:
         groups = 1
         while groups * threads * GROUP_SLOTS < slots:
             groups *= 2
+        capacity = 0
+        if hashed:  # at most half full: the slots, and everything that a launch may miss
+            while cluster < 8 and (slots + query_rows * bucket) // cluster > 6144:
+                cluster *= 2
+            capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 4), ctas_per_sm=2 if query_rows * groups > 2 else 4)
+                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2 if query_rows * groups > 2 else 4,
+                   hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
         entries = self.query_rows * (self.top_k // self.cluster)
         words = (self.query_rows + 1) * (slots // 32)
-        return 4 * (words + hot_blocks) + 16 * entries + 8 * (entries + 1) + 2 * self.query_rows * self.top_k
+        pairs = entries + 1 + self.hash_capacity
+        return 16 * entries + 4 * (words + hot_blocks) + 8 * pairs + 2 * self.query_rows * self.top_k
 
     def instance(self, row_bytes: int, block_size: int) -> Instance:
         return Instance("resolve.cu", "resolve", {
             "ROW_BYTES": row_bytes, "TOP_K": self.top_k, "CLUSTER": self.cluster, "THREADS": self.threads,
             "QUERY_ROWS": self.query_rows, "GROUPS_PER_THREAD": self.groups, "BLOCK_SHIFT": block_size.bit_length() - 1,
             "UNROLL": self.unroll, "EAGER_LOOKUP": self.eager, "CTAS_PER_SM": self.ctas_per_sm,
+            "HASH_CAPACITY": self.hash_capacity,
         })
 
 
@@ -111,9 +124,9 @@ def resolve(
         InvariantError: shapes, dtypes or strides that the kernel does not take.
     """
     n, k = topk.shape
-    slots, positions = state.slot_tag.shape[1], state.pos_slot.shape[1]
+    slots, positions = state.slot_tag.shape[1], resident_table.shape[1] * block_size
     row_bytes = _check(topk, seats, seq_len, resident_table, source_table, rows, host_rows)
-    _check_hot(hot_table, hot_rows, state)
+    _check_hot(hot_table, hot_rows, state, positions)
     if rows_per_request < 1 or n % rows_per_request:
         raise InvariantError(f"{n} rows are no multiple of rows_per_request = {rows_per_request}")
     device = topk.device
@@ -124,7 +137,7 @@ def resolve(
     counts = torch.empty((3, n), dtype=torch.int32, device=device)
     if n and k:
         requests = n // rows_per_request
-        geometry = geometry or Geometry.choose(requests, rows_per_request, k, slots)
+        geometry = geometry or Geometry.choose(requests, rows_per_request, k, slots, hashed=state.is_hashed)
         shared = geometry.shared_bytes(slots, hot_table.shape[1])
         _loaded(geometry, row_bytes, block_size, shared, device.index)(
             (requests * geometry.cluster,), geometry.threads,
@@ -233,7 +246,9 @@ def _check(topk: Tensor, seats: Tensor, seq_len: Tensor, resident: Tensor, sourc
     return row_bytes
 
 
-def _check_hot(hot_table: Tensor, hot_rows: Tensor, state: HotState) -> None:
+def _check_hot(hot_table: Tensor, hot_rows: Tensor, state: HotState, positions: int) -> None:
+    if not state.is_hashed and state.pos_slot.shape[1] != positions:
+        raise InvariantError(f"the state knows {state.pos_slot.shape[1]} positions, the tables hold {positions}")
     if hot_table.ndim != 2 or hot_table.dtype != torch.int32 or hot_table.stride(1) != 1:
         raise InvariantError(f"hot_table must be int32 [seats, blocks], got {hot_table.dtype} {list(hot_table.shape)}")
     if hot_rows.ndim != 1 or hot_rows.dtype != torch.int32 or not hot_rows.is_contiguous():
@@ -249,6 +264,7 @@ INSTANCES = (
     Geometry.choose(16, 4, 2048, 8192).instance(656, 64),
     Geometry.choose(4, 1, 32, 128).instance(320, 64),
     Geometry.choose(1, 8, 2048, 32768).instance(1152, 64),
+    *(Geometry.choose(requests, 1, 2048, 4096, hashed=True).instance(656, 64) for requests in (1, 256)),
     Geometry.choose(512, 2, 1024, 6144).instance(1152, 16),
     Instance("lookup.cu", "lookup", {"THREADS": 256, "BLOCK_SHIFT": 6}),
 )
