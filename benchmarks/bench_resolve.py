@@ -129,6 +129,8 @@ class Bench:
         actual = float(torch.stack([r.miss.float().mean() for r in results]).mean())
         out = {"us": statistics.median(times), "misses": actual, "best": min(times),
                "p90": statistics.quantiles(times, n=10)[-1]}
+        if not misses:
+            out["warm_us"] = statistics.median(timer.us([launch(i) for i in range(launches)], prepare=self.restore, cold=False))
         if misses and copies:
             plans = [r.plan for r in results]
             out["copy_us"] = statistics.median(
@@ -188,7 +190,8 @@ def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.R
                 case=f"B={batch} miss={misses} row={row_bytes} hot={hot} span={pool.numel() / GIB:.0f}", value=got["us"],
                 unit="us", bar=bar, yardstick=(copy + floor, "copy+lookup"), best=got["best"], p90=got["p90"],
                 detail={"misses_seen": got["misses"], "copy_us": copy, "lookup_us": floor, "launch_us": empty,
-                        "gb_per_s": got["misses"] * batch * row_bytes / got["us"] / 1e3}))
+                        "gb_per_s": got["misses"] * batch * row_bytes / got["us"] / 1e3,
+                        **({"warm_us": got["warm_us"]} if "warm_us" in got else {})}))
             print(rows[-1].cells(), f"copy {copy:.1f} floor {floor:.1f} seen {got['misses']:.0f}", file=sys.stderr, flush=True)
     return rows
 

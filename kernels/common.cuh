@@ -19,7 +19,7 @@ constexpr i32 BAD_ROWS = 32;
 constexpr i32 TABLE_FULL = 64;
 
 // The first error of all keeps its details.
-__device__ inline void report(i32* status, i32 bit, i32 seat, i32 position, i32 detail) {
+__device__ __noinline__ void report(i32* status, i32 bit, i32 seat, i32 position, i32 detail) {
     if (status != nullptr && atomicOr(&status[0], bit) == 0) {
         status[1] = seat;
         status[2] = position;

@@ -161,6 +161,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     const int t = threadIdx.x;
     const u32 cta = cluster_rank();
     const i64 request = blockIdx.x / CLUSTER, first_row = request * QUERY_ROWS;
+#pragma unroll 1  // here and below: short loops, whose code would have to be fetched
     for (int i = t; i < QUERY_ROWS * words; i += THREADS) bitmap[i] = 0;
     if (!Table::BUILT) cluster_arrive();  // no shared memory of a CTA is written before that CTA runs and has cleared it
     i32 seat = -1;
@@ -227,6 +228,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     }
     const i32 start = seat < 0 ? 0 : hand[seat];
     const i32 num_blocks = seat < 0 ? 0 : EAGER_LOOKUP ? (i32)hot_blocks : (size + BLOCK - 1) >> BLOCK_SHIFT;
+#pragma unroll 1
     for (int i = t; i < num_blocks; i += THREADS) blocks[i] = hot_table[i];
     __syncthreads();
     if (!Table::BUILT) cluster_wait();
@@ -251,7 +253,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             const i32 block = blocks[slot[r] >> BLOCK_SHIFT];
             if (block > 0) id = (i32)(block * rows_per_block + row_offset + (slot[r] & (BLOCK - 1)));
             else report(status, NO_HOT_BLOCK, seat, pos[r], slot[r]);
-        } else if (needed) {
+        } else if (__builtin_expect(needed, 0)) {
             const i32 block = source_table[pos[r] >> BLOCK_SHIFT];
             if (block > 0) {
                 miss[r] = true;
@@ -295,18 +297,23 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     }
     cluster_sync();
 
+    i32 row_found[QUERY_ROWS], row_resident[QUERY_ROWS], row_needed[QUERY_ROWS];  // misses (phase 1) and entries by tier
     i32 misses = 0, needed_entries = 0;
     bool duplicates = false;
 #pragma unroll
-    for (int i = 0; i < CELLS; ++i) {
-        misses += s.cells[i].misses;
-        needed_entries += s.cells[i].needed;
-        duplicates |= s.cells[i].met != 0;
+    for (int row = 0; row < QUERY_ROWS; ++row) {
+        const Cell c = lane < CLUSTER ? s.cells[row * CLUSTER + lane] : Cell{0, 0, 0, 0};
+        row_found[row] = __reduce_add_sync(~0u, c.misses);
+        row_resident[row] = __reduce_add_sync(~0u, c.resident);
+        row_needed[row] = __reduce_add_sync(~0u, c.needed);
+        duplicates |= __any_sync(~0u, c.met);
+        misses += row_found[row];
+        needed_entries += row_needed[row];
     }
     const bool tight = needed_entries > size;  // otherwise their union fits
     const bool my_groups = seat >= 0 && (u32)(t / (THREADS / CLUSTER)) == cta;  // whose counters this thread writes
 
-    if (misses == 0 && !tight) {  // nothing to copy: counters go up, and that is all
+    if (__builtin_expect(misses == 0 && !tight, 1)) {  // nothing to copy: counters go up, and that is all
         if (my_groups && needed_entries) {
 #pragma unroll
             for (int g = 0; g < GROUPS_PER_THREAD; ++g) {
@@ -318,15 +325,13 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
                 store_counters(use + first, counters[g], hit >> (first & 16) & 0xffffu, counters[g]);
             }
         }
-        if (cta == 0 && t < QUERY_ROWS) {
-            i32 resident = 0, needed = 0;
-            for (int j = 0; j < CLUSTER; ++j) {
-                resident += s.cells[t * CLUSTER + j].resident;
-                needed += s.cells[t * CLUSTER + j].needed;
+        if (cta == 0 && t == 0) {
+#pragma unroll
+            for (int row = 0; row < QUERY_ROWS; ++row) {
+                const i64 n = first_row + row;
+                out_valid[n] = row_resident[row] + row_needed[row], out_fits[n] = 1;
+                out_resident[n] = row_resident[row], out_hot[n] = row_needed[row], out_miss[n] = 0;
             }
-            const i64 n = first_row + t;
-            out_valid[n] = resident + needed, out_fits[n] = 1;
-            out_resident[n] = resident, out_hot[n] = needed, out_miss[n] = 0;
         }
         return;  // nobody reads another CTA's shared memory
     }
@@ -359,6 +364,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     const auto first_misses = [&](int cell) { return duplicates ? s.winners[cell] : s.cells[cell].misses; };
     if (t <= CELLS) {
         i32 before = 0;
+#pragma unroll 1
         for (int i = 0; i < t; ++i) before += first_misses(i);
         s.first_rank[t] = before;
     }
@@ -368,6 +374,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     int rows_fit = QUERY_ROWS;
 
     // used slots, collected from their owners; with `tight` also the slots that each row is the first to use
+#pragma unroll 1
     for (int w = t; w < words; w += THREADS) {
         u32 all = 0;
 #pragma unroll
@@ -533,20 +540,18 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         }
     }
     if (seat >= 0 && misses > 0 && cta == 0 && t == 0) hand[seat] = s.last_slot + 1 < size ? s.last_slot + 1 : 0;
-    if (cta == 0 && t < QUERY_ROWS) {
-        i32 resident = 0, needed = 0;
-        for (int j = 0; j < CLUSTER; ++j) {
-            resident += s.cells[t * CLUSTER + j].resident;
-            needed += s.cells[t * CLUSTER + j].needed;
+    if (cta == 0 && t == 0) {
+#pragma unroll
+        for (int row = 0; row < QUERY_ROWS; ++row) {
+            const bool fits = row < rows_fit;
+            const i32 missed = fits ? s.first_rank[(row + 1) * CLUSTER] - s.first_rank[row * CLUSTER] : 0;
+            const i64 n = first_row + row;
+            out_valid[n] = fits ? row_resident[row] + row_needed[row] : 0;
+            out_fits[n] = fits || seats[n] < 0;
+            out_resident[n] = fits ? row_resident[row] : 0;
+            out_hot[n] = fits ? row_needed[row] - missed : 0;
+            out_miss[n] = missed;
         }
-        const bool fits = t < rows_fit;
-        const i32 missed = fits ? s.first_rank[(t + 1) * CLUSTER] - s.first_rank[t * CLUSTER] : 0;
-        const i64 n = first_row + t;
-        out_valid[n] = fits ? resident + needed : 0;
-        out_fits[n] = fits || seats[n] < 0;
-        out_resident[n] = fits ? resident : 0;
-        out_hot[n] = fits ? needed - missed : 0;
-        out_miss[n] = missed;
     }
     cluster_arrive();  // nobody looks into this CTA's shared memory any more once all have arrived
     if (count > 0) {

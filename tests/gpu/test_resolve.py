@@ -277,6 +277,16 @@ def test_b14_rows_beyond_2_gib_and_2_31_elements() -> None:
     assert torch.equal(device[ids].cpu(), host[3_273_603:3_273_605])
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_short_walk_for_the_sanitizer(rows: int, hashed: bool) -> None:
+    """Misses, hits, duplicates, refused rows and resets in few launches."""
+    world = World(seats=3, pages=12, hot=256, hot_max=256, row_bytes=32, hashed=hashed)
+    random_steps(world, 130, 3, rows=rows, hostile=True)
+    world.resize(0, 128)
+    random_steps(world, 130, 2, rows=rows, pool=200)
+
+
 def test_reset_seats_of_one_launch() -> None:
     from hisparse.ops import cuda, reference
 
