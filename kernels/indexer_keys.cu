@@ -1,0 +1,61 @@
+// Writes indexer keys to their pages: row i goes to pages[table[seat][position / BLOCK_SIZE]][position % BLOCK_SIZE].
+//
+// Geometry: one warp per row, 4 rows per CTA of 128 threads. Ownership: a warp writes its row's DIM elements.
+// Preconditions: two written rows name different (seat, position); keys contiguous.
+// Sentinels: seat -1 or writes 0 = skipped; block 0 or a page beyond the table = reported in status and skipped.
+// Determinism: the pages are; which error is reported first depends on timing.
+//
+// Defines: DIM, BLOCK_SIZE, FROM_FLOAT32, TO_FLOAT32 (0: bfloat16), LONG_SEATS, LONG_POSITIONS (1: int64).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+#if LONG_SEATS
+typedef i64 seat_t;
+#else
+typedef int seat_t;
+#endif
+#if LONG_POSITIONS
+typedef i64 position_t;
+#else
+typedef int position_t;
+#endif
+
+constexpr int NO_INDEXER_PAGE = 16;
+
+__device__ __forceinline__ float load(const float* p) { return *p; }
+__device__ __forceinline__ float load(const u16* p) { return __uint_as_float((u32)*p << 16); }
+__device__ __forceinline__ void store(float* p, float v) { *p = v; }
+__device__ __forceinline__ void store(u16* p, float v) {
+    asm("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; mov.b16 %0, h; }" : "=h"(*p) : "f"(v));
+}
+
+#if FROM_FLOAT32
+typedef float from_t;
+#else
+typedef u16 from_t;
+#endif
+#if TO_FLOAT32
+typedef float to_t;
+#else
+typedef u16 to_t;
+#endif
+
+extern "C" __global__ void __launch_bounds__(128)
+indexer_keys(const from_t* keys, to_t* pages, i64 block_stride, i64 row_stride, const int* table, i64 table_stride,
+             i64 num_pages, const seat_t* seats, const position_t* positions, const unsigned char* writes, i64 n, int* status) {
+    const i64 row = blockIdx.x * 4 + threadIdx.x / 32;
+    if (row >= n || !writes[row] || seats[row] < 0) return;
+    const i64 seat = seats[row], position = positions[row], page = position / BLOCK_SIZE;
+    const int block = position >= 0 && page < num_pages ? table[seat * table_stride + page] : 0;
+    if (block <= 0) {
+        if (threadIdx.x % 32 == 0 && status && atomicOr(&status[0], NO_INDEXER_PAGE) == 0) {
+            status[1] = (int)seat;
+            status[2] = (int)position;
+            status[3] = (int)row;
+        }
+        return;
+    }
+    to_t* to = pages + block * block_stride + position % BLOCK_SIZE * row_stride;
+    for (int i = threadIdx.x % 32; i < DIM; i += 32) store(to + i, load(keys + row * DIM + i));
+}
