@@ -8,7 +8,7 @@
 //   else of `out` is written. bfloat16: a warp holds 32 keys in registers as the A operand of mma.m16n8k16 and walks
 //   over the rows' queries, double-buffered in shared memory. float32: a thread holds one key, plain FMA, no TF32.
 // Preconditions: n <= MAX_ROWS; q and weights contiguous, 16-byte aligned; a page's rows start at multiples of 16 bytes;
-//   lengths <= max_len <= pages * BLOCK_SIZE (a longer row is cut and reported); DIM % 32 == 0.
+//   max_len <= pages * BLOCK_SIZE (a longer row is cut; the selection reports it); DIM % 32 == 0.
 // Sentinels: seat -1 = padding row; block 0 = no page: reported in status, its positions score -inf. A key at or beyond the
 //   length, or of a missing page, is never loaded.
 // Determinism: a score is a function of its row and key alone; only which error is reported first depends on timing.
@@ -76,17 +76,14 @@ __device__ __forceinline__ int tiles_of(int length) { return (length + TILE - 1)
 
 // Fills the list of segments and the inclusive sum of their costs.
 __device__ __forceinline__ void list_segments(Shared& s, const seat_t* seats, const length_t* lengths, int n, i64 top_k,
-                                              i64 max_len, int* status) {
+                                              i64 max_len) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     for (int i = tid; i < MAX_ROWS; i += THREADS) {
         int seat = -1, length = 0;
         if (i < n) {
             seat = (int)seats[i];
             i64 l = lengths[i];
-            if (seat >= 0 && l > max_len) {
-                if (blockIdx.x == 0) report(status, seat, l - 1, i);
-                l = max_len;
-            }
+            if (l > max_len) l = max_len;
             length = seat >= 0 && l > top_k ? (int)l : 0;
         }
         s.seat[i] = seat;
@@ -255,7 +252,7 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
         for (int i = threadIdx.x; i < Q_STRIDE / 2; i += THREADS)
             ((int*)(queries + h * Q_STRIDE + i / (Q_STRIDE / 4) * Q_BUFFER))[i % (Q_STRIDE / 4)] = 0;
     if (threadIdx.x < 2 * PADDED_HEADS) s.weights[threadIdx.x / PADDED_HEADS][threadIdx.x % PADDED_HEADS] = 0;
-    list_segments(s, seats, lengths, (int)n, top_k, max_len, status);
+    list_segments(s, seats, lengths, (int)n, top_k, max_len);
 
     const i64 total = s.ends[MAX_ROWS - 1];
     const int low = (int)(total * blockIdx.x / gridDim.x), high = (int)(total * (blockIdx.x + 1) / gridDim.x);

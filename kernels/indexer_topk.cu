@@ -6,7 +6,7 @@
 //   are; a fourth walk writes the positions in order. A row of at most top_k positions is written without reading scores.
 // Ownership: every element of out [n, top_k] is written once, by one thread.
 // Preconditions: scores of positions [0, min(length, max_len)) of a row longer than top_k are written; top_k >= 1; no NaN.
-// Sentinels: seat -1 = padding row: all -1.
+// Sentinels: seat -1 = padding row: all -1. A row longer than max_len is cut and reported in status.
 // Ordering: a CTA leaves only after its cluster has read its shared memory.
 // Determinism: the result is a function of the scores alone (histogram sums commute; -0 counts as 0).
 //
@@ -26,6 +26,7 @@ typedef int length_t;
 #endif
 
 constexpr int WARPS = THREADS / 32, UNROLL = 8;
+constexpr int NO_INDEXER_PAGE = 16;
 constexpr int HIGH_BINS = 2048, LOW_BINS = 1024;
 static_assert(HIGH_BINS % (2 * THREADS) == 0 && LOW_BINS % THREADS == 0, "every thread owns as many bins");
 
@@ -114,12 +115,17 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1)
 indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, const length_t* lengths, i64 top_k,
-             i64 max_len, int* out) {
+             i64 max_len, int* out, int* status) {
     __shared__ Shared s;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, k = (int)top_k;
     const i64 given = seats[row] < 0 ? 0 : lengths[row];
     const int length = (int)(given < 0 ? 0 : given > max_len ? max_len : given);
+    if (given > max_len && rank == 0 && tid == 0 && status && atomicOr(&status[0], NO_INDEXER_PAGE) == 0) {
+        status[1] = (int)seats[row];
+        status[2] = (int)given - 1;
+        status[3] = row;
+    }
     out += (i64)row * k;
     if (length <= k) {  // the same for the whole cluster
         for (int i = rank * THREADS + tid; i < k; i += CLUSTER * THREADS) out[i] = i < length ? i : -1;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import bench_indexer
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops import cuda, reference
 from hisparse.ops.cuda.indexer import MAX_ROWS
@@ -199,12 +200,14 @@ def test_a_missing_page_is_reported_and_never_read() -> None:
     assert fewest[1].tolist()[:2600] == [*range(40 * 64 + 24), *range(41 * 64, 41 * 64 + 16)]
 
 
-def test_a_length_beyond_max_len_is_reported() -> None:
-    case = Case(Shape(spread=2), [5000], [0], [5000], device="cuda")
+@pytest.mark.parametrize("max_len", [4096, 512, 100])
+def test_a_length_beyond_max_len_is_cut_and_reported(max_len: int) -> None:
+    case = Case(Shape(spread=2), [5000, 90], [0, 1], [5000, 90], device="cuda")
     flags = status()
-    got = cuda.index_topk(*case.arguments, 512, case.scale, max_len=4096, status=flags)
-    case.lengths[0] = 4096
-    assert torch.equal(got, expected(case, 512)) and flags[0] == NO_INDEXER_PAGE
+    got = cuda.index_topk(*case.arguments, 512, case.scale, max_len=max_len, status=flags)
+    assert flags.tolist() == [NO_INDEXER_PAGE, 0, 4999, 0]
+    case.lengths[0] = max_len
+    assert torch.equal(got, expected(case, 512))
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float32])
@@ -241,3 +244,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         cuda.index_topk(*case.arguments, 512, case.scale, max_len=1 << 20)
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
         cuda.index_topk(q.half(), weights, pages.half(), table, seats, lengths, 512, case.scale, max_len=3000)
+
+
+def test_the_benchmark_measures_at_a_tiny_size(tmp_path) -> None:
+    path = tmp_path / "indexer.jsonl"
+    assert bench_indexer.main(["--quick", "--json", str(path)]) == 0
+    assert len(path.read_text().splitlines()) == 5

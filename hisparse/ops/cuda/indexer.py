@@ -106,7 +106,8 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
     if out is None:
         out = torch.empty(num, top_k, dtype=torch.int32, device=q.device)
     if max_len <= top_k:
-        return select_topk(q.new_empty(num, 0, dtype=torch.float32), seats, lengths, top_k, max_len=max_len, out=out)
+        return select_topk(q.new_empty(num, 0, dtype=torch.float32), seats, lengths, top_k, max_len=max_len, out=out,
+                           status=status)
     width = -(-max_len // 32) * 32
     group = max(1, min(num, MAX_ROWS, workspace_bytes // (4 * width)))
     scores = torch.empty(group, width, dtype=torch.float32, device=q.device)
@@ -114,7 +115,7 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
         part = slice(start, min(start + group, num))
         index_scores(q[part], weights[part], pages, table, seats[part], lengths[part], top_k, scale, max_len=max_len,
                      out=scores, status=status)
-        select_topk(scores, seats[part], lengths[part], top_k, max_len=max_len, out=out[part])
+        select_topk(scores, seats[part], lengths[part], top_k, max_len=max_len, out=out[part], status=status)
     return out
 
 

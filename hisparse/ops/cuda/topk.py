@@ -28,13 +28,14 @@ INSTANCES = tuple(
 
 
 def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, max_len: int, out: Tensor,
-                cluster: int | None = None) -> Tensor:
+                status: Tensor | None = None, cluster: int | None = None) -> Tensor:
     """The `top_k` best positions of every row, ascending; equal scores go to the lower position.
 
     Args:
         scores: float32 [n, >= max_len], rows contiguous; read at positions [0, length) of rows longer than top_k. No NaN.
-        seats: int32 or int64 [n], -1 = padding row. lengths: int32 or int64 [n], at most max_len (longer: cut).
+        seats: int32 or int64 [n], -1 = padding row. lengths: int32 or int64 [n], at most max_len.
         out: int32 [n, top_k], contiguous, written completely: -1 behind the last position.
+        status: int32 [4]; NO_INDEXER_PAGE is set where a length exceeds max_len, and the row is cut.
         cluster: CTAs per row (1, 2, 4, 8); default by shape.
     Returns:
         `out`.
@@ -52,7 +53,7 @@ def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, m
     if cluster is None:
         cluster = _cluster(num, max_len, out.device)
     run = _kernel(cluster, seats.dtype == torch.int64, lengths.dtype == torch.int64, torch.cuda.current_device())
-    run((num * cluster,), THREADS, [scores, scores.stride(0), seats, lengths, top_k, max_len, out])
+    run((num * cluster,), THREADS, [scores, scores.stride(0), seats, lengths, top_k, max_len, out, status])
     return out
 
 

@@ -45,7 +45,8 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
     """The `top_k` best positions of every query row, ascending.
 
     score(position) = sum over heads of weights[head] * relu((q[head] . key(position)) * scale), in float32. Equal scores
-    go to the lower position. With a NaN among a row's scores its choice is unspecified. Rows of a context of at most `top_k` tokens read no keys.
+    go to the lower position. With a NaN among a row's scores its choice is unspecified. Rows of a context of at most
+    `top_k` tokens read no keys.
 
     Args:
         q: [n, heads, dim]. weights: float32 [n, heads].
