@@ -6,14 +6,17 @@
 //   contiguous share of it. So the grid depends on shapes alone (a captured graph), and the work on the lengths alone.
 // Ownership: a CTA owns its items and writes out[row][p] once, for p < length(row), of rows whose length exceeds top_k; nothing
 //   else of `out` is written. bfloat16: a warp holds 32 keys in registers as the A operand of mma.m16n8k16 and walks
-//   over the rows' queries, double-buffered in shared memory. float32: a thread holds one key, plain FMA, no TF32.
-// Preconditions: n <= MAX_ROWS; q and weights contiguous, 16-byte aligned; a page's rows start at multiples of 16 bytes;
+//   over the rows' queries, double-buffered in shared memory. fp8 (128 e4m3, then a float32 scale: 132 bytes) is the same
+//   after the warp has staged its 32 keys and made bfloat16 of them. float32: a thread holds one key, plain FMA, no TF32.
+// Preconditions: n <= MAX_ROWS; q and weights contiguous, 16-byte aligned; a page's rows start at multiples of 16 bytes
+//   (fp8: pages do, and hold their rows without gaps);
 //   max_len <= pages * BLOCK_SIZE (a longer row is cut; the selection reports it); DIM % 32 == 0.
 // Sentinels: seat -1 = padding row; block 0 = no page: reported in status, its positions score -inf. A key at or beyond the
-//   length, or of a missing page, is never loaded.
+//   length, or of a missing page, is never loaded (fp8: what lies behind a length in its 32 keys is loaded, and has no effect).
 // Determinism: a score is a function of its row and key alone; only which error is reported first depends on timing.
 //
-// Defines: HEADS, DIM, BLOCK_SIZE, FLOAT32 (0: bfloat16 keys), LONG_SEATS, LONG_LENGTHS (1: int64).
+// Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), LONG_SEATS, LONG_LENGTHS
+//   (1: int64).
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -31,6 +34,7 @@ typedef int length_t;
 constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = 256, RUN = 16, MAX_ROWS = 1024;
 constexpr int LOAD_COST = 3;  // loading a tile's keys costs about as much as scoring this many rows
 constexpr int NO_INDEXER_PAGE = 16;
+constexpr bool FLOAT32 = KEYS == 1, FP8 = KEYS == 2;
 constexpr int PADDED_HEADS = (HEADS + 7) / 8 * 8;
 constexpr int ITEM = FLOAT32 ? 4 : 2;
 constexpr int Q_BYTES = DIM * ITEM;
@@ -38,7 +42,10 @@ constexpr int Q_BYTES = DIM * ITEM;
 constexpr int Q_STRIDE = FLOAT32 ? Q_BYTES : (Q_BYTES % 128 ? Q_BYTES : Q_BYTES + 64);
 constexpr int Q_BUFFER = PADDED_HEADS * Q_STRIDE;
 static_assert(DIM % 32 == 0 && HEADS >= 1 && PADDED_HEADS * 2 <= THREADS, "unsupported shape");
+static_assert(!FP8 || (DIM == 128 && BLOCK_SIZE % 32 == 0), "an fp8 key has 128 values; 32 neighbours lie in one page");
 static_assert(THREADS * 4 == MAX_ROWS, "the scan gives every thread four rows");
+
+extern __shared__ __align__(16) char shared[];  // queries [2][Q_BUFFER], then staged fp8 keys
 
 struct Shared {
     int seat[MAX_ROWS], length[MAX_ROWS], ends[MAX_ROWS];  // ends: inclusive sum of costs
@@ -119,13 +126,16 @@ __device__ __forceinline__ void list_segments(Shared& s, const seat_t* seats, co
 
 __device__ __forceinline__ void load_query(char* buffer, float* w, const char* q, const float* weights, i64 row) {
     const char* from = q + row * (HEADS * Q_BYTES);
-    for (int i = threadIdx.x; i < HEADS * Q_BYTES / 16; i += THREADS)
-        copy_async16(shared_address(buffer + i / (Q_BYTES / 16) * Q_STRIDE + i % (Q_BYTES / 16) * 16), from + i * 16);
+    for (int i = threadIdx.x; i < HEADS * Q_BYTES / 16; i += THREADS) {
+        const int head = i / (Q_BYTES / 16), part = i % (Q_BYTES / 16);
+        const int place = FP8 ? part % 4 * 4 + part / 4 : part;  // fp8: lane t of a quad holds values 32t to 32t + 31
+        copy_async16(shared_address(buffer + head * Q_STRIDE + place * 16), from + i * 16);
+    }
     if (threadIdx.x < HEADS) copy_async4(shared_address(w + threadIdx.x), weights + row * HEADS + threadIdx.x);
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-#if FLOAT32
+#if KEYS == 1
 struct Keys {
     float4 part[DIM / 4];
     u32 missing;
@@ -167,6 +177,53 @@ struct Keys {
     uint4 part[4][DIM / 32];
     u32 missing;
 
+#if KEYS == 2
+    static constexpr int KEY_BYTES = DIM + 4, WARP_BYTES = 32 * KEY_BYTES;
+    float key_scale[4];
+
+    // Two e4m3 codes in the high bytes of each half, as bfloat16.
+    static __device__ __forceinline__ u32 to_bfloat16(u32 codes) {
+        u32 shifted = codes >> 4 & 0x07f007f0, out;  // the fields of a bfloat16 whose value is 2^-120 of the code's
+        shifted |= codes & 0x80008000;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(shifted), "r"(0x7b807b80));  // 2^120
+        return out;
+    }
+
+    // Keys of warp w lie at positions first + 32w...; in one page.
+    __device__ __forceinline__ void load(const char* pages, i64 block_bytes, i64 row_bytes, const int* blocks, int first,
+                                         int longest, int seat, int row, int* status) {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
+        char* staged = shared + 2 * Q_BUFFER + warp * WARP_BYTES;
+        const int p = first + warp * 32;
+        missing = 0;
+        int block = 0;
+        if (p < longest) {
+            block = blocks[p / BLOCK_SIZE];
+            if (block <= 0) {
+                missing = 15;
+                if (lane == 0) report(status, seat, p, row);
+            }
+        }
+        __syncwarp();  // the codes of the tile before are read
+        if (block > 0) {
+            const char* from = pages + block * block_bytes + p % BLOCK_SIZE * KEY_BYTES;
+            for (int i = lane; i < WARP_BYTES / 16; i += 32) copy_async16(shared_address(staged + i * 16), from + i * 16);
+        }
+        asm volatile("cp.async.commit_group;\n cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u32* key = (const u32*)(staged + (j * 8 + g) * KEY_BYTES);
+            key_scale[j] = __uint_as_float(key[DIM / 4]);
+#pragma unroll
+            for (int c = 0; c < DIM / 32; c++) {
+                const u32 low = key[t * 8 + c * 2], high = key[t * 8 + c * 2 + 1];
+                part[j][c].x = to_bfloat16(__byte_perm(low, 0, 0x1404)), part[j][c].y = to_bfloat16(__byte_perm(low, 0, 0x3424));
+                part[j][c].z = to_bfloat16(__byte_perm(high, 0, 0x1404)), part[j][c].w = to_bfloat16(__byte_perm(high, 0, 0x3424));
+            }
+        }
+    }
+#else
     __device__ __forceinline__ void load(const char* pages, i64 block_bytes, i64 row_bytes, const int* blocks, int first,
                                          int longest, int seat, int row, int* status) {
         const int lane = threadIdx.x & 31, t = lane & 3;
@@ -190,6 +247,7 @@ struct Keys {
             }
         }
     }
+#endif
 
     static __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -233,6 +291,9 @@ struct Keys {
         for (int j = 0; j < 4; j++) {
             total[j] += __shfl_xor_sync(~0u, total[j], 1);
             total[j] += __shfl_xor_sync(~0u, total[j], 2);
+#if KEYS == 2
+            total[j] *= key_scale[j];
+#endif
             if (missing >> j & 1) total[j] = -__int_as_float(0x7f800000);
             if (t == j) mine = total[j];
         }
@@ -246,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FLOAT32 ? 1 : 2)
 indexer_scores(const char* q, const float* weights, const char* pages, i64 block_bytes, i64 row_bytes, const int* table,
                i64 table_stride, const seat_t* seats, const length_t* lengths, i64 n, i64 top_k, float scale, i64 max_len,
                float* out, i64 out_stride, int* status) {
-    extern __shared__ __align__(16) char queries[];  // [2][Q_BUFFER]
+    char* const queries = shared;
     __shared__ Shared s;
     for (int h = HEADS; h < PADDED_HEADS; h++)  // padding heads add 0 * 0
         for (int i = threadIdx.x; i < Q_STRIDE / 2; i += THREADS)

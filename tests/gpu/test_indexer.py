@@ -17,7 +17,8 @@ pytestmark = pytest.mark.gpu
 SHAPES = [
     Shape(), Shape(heads=64), Shape(heads=4, dim=32, block_size=16), Shape(heads=13, dim=64), Shape(heads=8, dim=96),
     Shape(dtype=torch.float32), Shape(heads=16, dim=32, block_size=16, dtype=torch.float32),
-    Shape(heads=5, dim=64, block_size=128, dtype=torch.float32),
+    Shape(heads=5, dim=64, block_size=128, dtype=torch.float32), Shape(dtype=torch.uint8),
+    Shape(heads=64, block_size=32, dtype=torch.uint8),
 ]
 
 
@@ -210,22 +211,29 @@ def test_a_length_beyond_max_len_is_cut_and_reported(max_len: int) -> None:
     assert torch.equal(got, expected(case, 512))
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 def test_written_keys_equal_the_reference(given: torch.dtype, to: torch.dtype) -> None:
-    case = Case(Shape(dtype=to, dim=96, block_size=16), [200, 33], [0], [1], device="cuda")
+    """The last row has no page; keys of a wide range, among them zeros, denormals and ties of the rounding."""
+    case = Case(Shape(dtype=to, block_size=32), [200, 60], [0], [1], device="cuda")
     g = torch.Generator("cuda").manual_seed(5)
-    keys = torch.randn(7, 96, generator=g, device="cuda").to(given)
-    seats = torch.tensor([0, 1, -1, 0, 1, 0, 1], device="cuda")
-    positions = torch.tensor([0, 15, 3, 199, 16, 7, 48], device="cuda")
-    writes = torch.tensor([1, 1, 1, 1, 1, 0, 1], dtype=torch.bool, device="cuda")
-    wanted_pages, flags, wanted = case.pages.clone(), status(), status()
-    got_pages = case.pages.as_strided(case.pages.shape, case.pages.stride(), case.pages.storage_offset())
-    reference.write_keys(keys, wanted_pages, case.table, seats, positions, writes, wanted)
-    cuda.write_keys(keys, got_pages, case.table, seats, positions, writes, flags)
-    assert torch.equal(got_pages.nan_to_num(7), wanted_pages.nan_to_num(7))
-    assert flags.tolist() == wanted.tolist() == [NO_INDEXER_PAGE, 1, 48, 6]
-    cuda.write_keys(keys[:, :96], case.pages, case.table, seats.int(), positions.int(), writes, None)
+    keys = torch.randn(9, 128, generator=g, device="cuda") * torch.logspace(-42, 30, 9, device="cuda")[:, None]
+    keys[3], keys[4, 1:] = 0, torch.arange(127, device="cuda") / 16
+    keys[4, 0] = 448  # scale 1
+    keys = keys.to(given)
+    seats = torch.tensor([0, 1, -1, 0, 1, 0, 0, 0, 1], device="cuda")
+    positions = torch.tensor([0, 31, 3, 199, 32, 7, 64, 127, 64], device="cuda")
+    writes = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool, device="cuda")
+    wanted_pages, flags, wanted = case.pages.cpu(), status(), status().cpu()  # torch divides by a scalar inexactly on CUDA
+    reference.write_keys(keys.cpu(), wanted_pages, case.table.cpu(), seats.cpu(), positions.cpu(), writes.cpu(), wanted)
+    before = case.pages.clone()
+    cuda.write_keys(keys, case.pages, case.table, seats, positions, writes, flags)
+    as_bytes = [pages.contiguous().view(torch.uint8).cpu() for pages in (case.pages, wanted_pages, before)]
+    assert torch.equal(as_bytes[0], as_bytes[1]) and not torch.equal(as_bytes[0], as_bytes[2])
+    assert flags.tolist() == wanted.tolist() == [NO_INDEXER_PAGE, 1, 64, 8]
+    case.pages.copy_(before)
+    cuda.write_keys(keys, case.pages, case.table, seats.int(), positions.int(), writes, None)
+    assert torch.equal(case.pages.contiguous().view(torch.uint8).cpu(), as_bytes[1])
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

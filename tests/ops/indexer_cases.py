@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hisparse.ops.reference.indexer import dequantize_keys, quantize_keys
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """Printed as the repro of a case. `spread`: values are small integers, exact in every dtype and order of summation, so
-    that scores tie often; 0 = normal random values."""
+    that scores tie often; 0 = normal random values. dtype: of the pages; uint8 = fp8 keys, with bfloat16 queries."""
 
     heads: int = 32
     dim: int = 128
@@ -33,19 +35,30 @@ class Case:
         g = torch.Generator(device).manual_seed(shape.seed)
         size, dim = shape.block_size, shape.dim
 
+        dtype = torch.bfloat16 if shape.dtype == torch.uint8 else shape.dtype
+
         def values(*sizes: int) -> Tensor:
             if shape.spread:
-                return torch.randint(-shape.spread, shape.spread + 1, sizes, generator=g, device=device).to(shape.dtype)
-            return torch.randn(sizes, generator=g, device=device).to(shape.dtype)
+                return torch.randint(-shape.spread, shape.spread + 1, sizes, generator=g, device=device).to(dtype)
+            return torch.randn(sizes, generator=g, device=device).to(dtype)
 
+        width, fp8 = (dim + 4, True) if shape.dtype == torch.uint8 else (dim, False)
         self.keys = [values(count, dim) for count in tokens]
+        stored = self.keys
+        if fp8:
+            if shape.spread:  # the largest value is 448 / 4, so that every scale is 1 / 4 and every value exact
+                for keys in self.keys:
+                    keys[:, :1] = 112
+            stored = [quantize_keys(keys) for keys in self.keys]
+            self.keys = [dequantize_keys(rows).bfloat16() if shape.spread else dequantize_keys(rows) for rows in stored]
         counts = [-(-count // size) for count in tokens]
         num_blocks = 1 + sum(counts)
-        packed = torch.full((num_blocks, size * dim + 48), float("nan"), dtype=shape.dtype, device=device)
-        self.pages = packed.as_strided((num_blocks, size, dim), (packed.stride(0), dim, 1), 16)
+        poison = 0xFF if fp8 else float("nan")
+        packed = torch.full((num_blocks, size * width + 48), poison, dtype=shape.dtype, device=device)
+        self.pages = packed.as_strided((num_blocks, size, width), (packed.stride(0), width, 1), 16)
         self.table = torch.zeros(len(tokens), max(counts) + 3, dtype=torch.int32, device=device)
         order = torch.randperm(num_blocks - 1, generator=g, device=device).to(torch.int32) + 1
-        for seat, (keys, count) in enumerate(zip(self.keys, counts)):
+        for seat, (keys, count) in enumerate(zip(stored, counts)):
             blocks, order = order[:count], order[count:]
             self.table[seat, :count] = blocks
             position = torch.arange(keys.shape[0], device=device)

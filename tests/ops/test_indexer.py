@@ -7,6 +7,7 @@ import torch
 
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops import reference
+from hisparse.ops.reference.indexer import dequantize_keys, quantize_keys
 from hisparse.ops.status import NO_INDEXER_PAGE
 from tests.ops.indexer_cases import Case, Shape
 
@@ -86,6 +87,26 @@ def test_written_keys_are_found_again() -> None:
     want = {(int(case.table[s, p // SIZE]), p % SIZE): keys[i].bfloat16() for i, s, p in ((0, 0, 7), (1, 1, 8), (3, 1, 19))}
     assert {tuple(place) for place in changed} <= set(want)
     assert all(torch.equal(case.pages[place], key) for place, key in want.items())
+
+
+def test_fp8_keys_come_back_within_half_a_step() -> None:
+    keys = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 50)[:, None]
+    keys[3] = 0
+    rows = quantize_keys(keys)
+    assert rows.shape == (50, 132) and rows.dtype == torch.uint8
+    back = dequantize_keys(rows)
+    largest = keys.abs().amax(1, keepdim=True)
+    assert bool(((back - keys).abs() <= torch.maximum(keys.abs() / 16, largest / 448 / 512) * 1.0001).all())
+    assert torch.equal(quantize_keys(back), rows)
+    assert quantize_keys(torch.full((1, 128), 2.0))[0].tolist() == [0x7E] * 128 + [*(torch.tensor([2 / 448]).view(torch.uint8))]
+
+
+def test_fp8_keys_are_scored_by_their_values() -> None:
+    case = Case(Shape(heads=8, block_size=SIZE, dtype=torch.uint8), [300, 65], [0, 1, 0], [300, 65, 299])
+    case.check(reference.index_topk(*case.arguments, 33, case.scale, max_len=300), 33)
+    zeros, everything = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+    reference.write_keys(case.keys[1][:1], case.pages, case.table, zeros, zeros + 299, everything)
+    assert torch.equal(dequantize_keys(case.pages[int(case.table[0, 37]), 3:4]), case.keys[1][:1])
 
 
 def test_a_write_without_a_page_is_told() -> None:

@@ -16,35 +16,40 @@ WORKSPACE_BYTES = 256 << 20
 """Most bytes of scores at once: rows are scored and selected in groups of at most this many / (4 * max_len)."""
 MAX_ROWS = 1024
 """Most rows of one launch of the scores kernel, which lists them in shared memory."""
+FP8_DIM = 128
+"""Values of an fp8 key, which has one scale: 132 bytes."""
+_DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
 _TILE = 256
 _THREADS = 256
 _STATIC_SHARED_BYTES = 20 << 10
 _DEFAULT_SHARED_BYTES = 48 << 10
 
 
-def scores_instance(*, heads: int, dim: int, block_size: int, float32: bool, long_seats: bool,
+def scores_instance(*, heads: int, dim: int, block_size: int, keys: torch.dtype, long_seats: bool,
                     long_lengths: bool) -> Instance:
-    """The variant of the scores kernel for a shape; `float32`: exact float32 products, else bfloat16 tensor cores."""
+    """The variant of the scores kernel for a shape and a dtype of the pages."""
     return Instance("indexer_scores.cu", "indexer_scores", {
-        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "FLOAT32": int(float32), "LONG_SEATS": int(long_seats),
+        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "KEYS": _DTYPES[keys], "LONG_SEATS": int(long_seats),
         "LONG_LENGTHS": int(long_lengths),
     })
 
 
-def keys_instance(*, dim: int, block_size: int, from_float32: bool, to_float32: bool, long_seats: bool,
+def keys_instance(*, dim: int, block_size: int, given: torch.dtype, pages: torch.dtype, long_seats: bool,
                   long_positions: bool) -> Instance:
     """The variant of the kernel that writes keys."""
     return Instance("indexer_keys.cu", "indexer_keys", {
-        "DIM": dim, "BLOCK_SIZE": block_size, "FROM_FLOAT32": int(from_float32), "TO_FLOAT32": int(to_float32),
+        "DIM": dim, "BLOCK_SIZE": block_size, "FROM_FLOAT32": int(given == torch.float32), "TO": _DTYPES[pages],
         "LONG_SEATS": int(long_seats), "LONG_POSITIONS": int(long_positions),
     })
 
 
 INSTANCES = (
-    *(scores_instance(heads=heads, dim=dim, block_size=64, float32=exact, long_seats=False, long_lengths=True)
-      for heads, dim in ((32, 128), (64, 128), (16, 32), (4, 64)) for exact in (False, True)),
-    *(keys_instance(dim=128, block_size=64, from_float32=exact, to_float32=exact, long_seats=False, long_positions=True)
-      for exact in (False, True)),
+    *(scores_instance(heads=heads, dim=dim, block_size=64, keys=dtype, long_seats=False, long_lengths=True)
+      for heads, dim in ((32, 128), (4, 64)) for dtype in (torch.float32, torch.bfloat16)),
+    *(scores_instance(heads=heads, dim=128, block_size=64, keys=torch.uint8, long_seats=False, long_lengths=True)
+      for heads in (32, 64)),
+    *(keys_instance(dim=128, block_size=64, given=torch.bfloat16, pages=dtype, long_seats=False, long_positions=True)
+      for dtype in _DTYPES),
     *topk.INSTANCES,
 )
 
@@ -55,7 +60,8 @@ def write_keys(keys: Tensor, pages: Tensor, table: Tensor, seats: Tensor, positi
 
     Args:
         keys: float32 or bfloat16 [n, dim], rounded to the dtype of `pages`.
-        pages: float32 or bfloat16 [blocks, block_size, dim], a view whose last dimension is contiguous.
+        pages: float32 or bfloat16 [blocks, block_size, dim], or fp8: uint8 [blocks, block_size, 132]; a view whose last
+            dimension is contiguous.
         table: int32 [seats, pages], block of a page, 0 = none. seats, positions: int32 or int64 [n].
         writes: bool [n]; other rows, and rows of seat -1, are skipped. Written rows name distinct positions.
         status: int32 [4]; NO_INDEXER_PAGE is set, and the row skipped, where a written position has no page.
@@ -70,8 +76,8 @@ def write_keys(keys: Tensor, pages: Tensor, table: Tensor, seats: Tensor, positi
         raise InvariantError(f"keys must be float32 or bfloat16 and writes bool [{num}], got {keys.dtype}, {writes.dtype}")
     if not num:
         return
-    run = _keys_kernel(dim, pages.shape[1], keys.dtype == torch.float32, pages.dtype == torch.float32,
-                       seats.dtype == torch.int64, positions.dtype == torch.int64, torch.cuda.current_device())
+    run = _keys_kernel(dim, pages.shape[1], keys.dtype, pages.dtype, seats.dtype == torch.int64,
+                       positions.dtype == torch.int64, torch.cuda.current_device())
     run((-(-num // 4),), 128, [keys.contiguous(), pages, pages.stride(0), pages.stride(1), table, table.stride(0),
                                table.shape[1], seats, positions, writes, num, status])
 
@@ -85,8 +91,9 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
     summation only where scores are closer than its rounding. The same inputs always give the same result.
 
     Args:
-        q: [n, heads, dim] in the dtype of `pages`. weights: float32 [n, heads].
-        pages: float32 or bfloat16 [blocks, block_size, dim], a view whose rows start at multiples of 16 bytes.
+        q: [n, heads, dim], float32 for float32 keys, else bfloat16. weights: float32 [n, heads].
+        pages: float32 or bfloat16 [blocks, block_size, dim], or fp8: uint8 [blocks, block_size, 132] without gaps between
+            the rows of a page; a view whose rows (fp8: pages) start at multiples of 16 bytes.
         table: int32 [seats, pages], block of a page, 0 = none.
         seats: int32 or int64 [n], -1 = padding row. Consecutive rows of one seat share the reads of its keys.
         lengths: int32 or int64 [n], positions [0, length) compete; a row of at most top_k positions reads no keys.
@@ -132,21 +139,24 @@ def index_scores(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats
     size = pages.shape[1]
     _check_pages(pages, dim)
     _check_rows(num, table=table, seats=seats, lengths=lengths)
-    if q.dtype != pages.dtype or weights.dtype != torch.float32 or weights.shape != (num, heads):
-        raise InvariantError(f"q must be {pages.dtype} like the keys and weights float32 [{num}, {heads}], got {q.dtype}, "
+    wanted = torch.float32 if pages.dtype == torch.float32 else torch.bfloat16
+    if q.dtype != wanted or weights.dtype != torch.float32 or weights.shape != (num, heads):
+        raise InvariantError(f"q must be {wanted} for keys of {pages.dtype}, weights float32 [{num}, {heads}], got {q.dtype}, "
                              f"{weights.dtype} {list(weights.shape)}")
     if max_len > table.shape[1] * size or num > MAX_ROWS:
         raise InvariantError(f"{num} rows of up to {max_len} positions; {MAX_ROWS} rows and {table.shape[1]} pages fit")
     if out.dtype != torch.float32 or out.stride(1) != 1 or out.shape[0] < num or out.shape[1] < max_len:
         raise InvariantError(f"scores must be float32 [{num}, >= {max_len}], got {out.dtype} {list(out.shape)}")
-    item = pages.element_size()
-    if any(value % 16 for value in (pages.data_ptr(), pages.stride(0) * item, pages.stride(1) * item)):
-        raise InvariantError(f"rows of indexer keys must start at multiples of 16 bytes, got strides {pages.stride()}")
+    item, fp8 = pages.element_size(), pages.dtype == torch.uint8
+    unaligned = any(value % 16 for value in (pages.data_ptr(), pages.stride(0) * item, 0 if fp8 else pages.stride(1) * item))
+    if unaligned or (fp8 and (pages.stride(1) != pages.shape[2] or size % 32)):
+        raise InvariantError(f"indexer keys must start at multiples of 16 bytes, fp8 ones lie without gaps in pages of a "
+                             f"multiple of 32, got pages {list(pages.shape)} with strides {pages.stride()}")
     if not num:
         return out
     if programs is None:
         programs = min(2 * num_processors(q.device), num * -(-max_len // _TILE))
-    run, shared = _scores_kernel(heads, dim, size, pages.dtype == torch.float32, seats.dtype == torch.int64,
+    run, shared = _scores_kernel(heads, dim, size, pages.dtype, seats.dtype == torch.int64,
                                  lengths.dtype == torch.int64, torch.cuda.current_device())
     run((programs,), _THREADS, [
         _aligned(q), weights.contiguous(), pages, pages.stride(0) * item, pages.stride(1) * item, table, table.stride(0),
@@ -161,10 +171,14 @@ def _aligned(q: Tensor) -> Tensor:
 
 
 def _check_pages(pages: Tensor, dim: int) -> None:
-    if pages.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"indexer keys on CUDA are float32 or bfloat16, got {pages.dtype}: set cache.indexer_dtype")
-    if pages.ndim != 3 or pages.shape[2] != dim or pages.stride(2) != 1 or dim % 32:
-        raise InvariantError(f"pages must be [blocks, block_size, {dim}], a multiple of 32, got {list(pages.shape)}")
+    if pages.dtype not in _DTYPES:
+        known = ", ".join(map(str, _DTYPES))
+        raise ConfigError(f"indexer keys on CUDA are one of {known}, got {pages.dtype}: set cache.indexer_dtype")
+    fp8 = pages.dtype == torch.uint8
+    width = dim + 4 if fp8 else dim
+    if pages.ndim != 3 or pages.shape[2] != width or pages.stride(2) != 1 or dim % 32 or (fp8 and dim != FP8_DIM):
+        raise InvariantError(f"pages of keys of {dim} values (a multiple of 32, fp8 {FP8_DIM}) must be [blocks, block_size, "
+                             f"{width}], got {pages.dtype} {list(pages.shape)}")
 
 
 def _check_rows(num: int, *, table: Tensor, **rows: Tensor) -> None:
@@ -176,22 +190,22 @@ def _check_rows(num: int, *, table: Tensor, **rows: Tensor) -> None:
 
 
 @functools.cache
-def _scores_kernel(heads: int, dim: int, block_size: int, float32: bool, long_seats: bool, long_lengths: bool,
+def _scores_kernel(heads: int, dim: int, block_size: int, keys: torch.dtype, long_seats: bool, long_lengths: bool,
                    device: int) -> tuple[Kernel, int]:
-    made = scores_instance(heads=heads, dim=dim, block_size=block_size, float32=float32, long_seats=long_seats,
+    made = scores_instance(heads=heads, dim=dim, block_size=block_size, keys=keys, long_seats=long_seats,
                            long_lengths=long_lengths)
     run = kernel(made.source, made.function, **made.defines)
-    row = dim * (4 if float32 else 2)
-    stride = row if float32 or row % 128 else row + 64  # as in the kernel
-    shared = 2 * (-(-heads // 8) * 8) * stride
+    row = dim * (4 if keys == torch.float32 else 2)
+    stride = row if keys == torch.float32 or row % 128 else row + 64  # as in the kernel
+    shared = 2 * (-(-heads // 8) * 8) * stride + (_TILE * (FP8_DIM + 4) if keys == torch.uint8 else 0)
     if shared + _STATIC_SHARED_BYTES > _DEFAULT_SHARED_BYTES:
         run.allow_shared_bytes(shared)
     return run, shared
 
 
 @functools.cache
-def _keys_kernel(dim: int, block_size: int, from_float32: bool, to_float32: bool, long_seats: bool,
-                 long_positions: bool, device: int) -> Kernel:
-    made = keys_instance(dim=dim, block_size=block_size, from_float32=from_float32, to_float32=to_float32,
-                         long_seats=long_seats, long_positions=long_positions)
+def _keys_kernel(dim: int, block_size: int, given: torch.dtype, pages: torch.dtype, long_seats: bool, long_positions: bool,
+                 device: int) -> Kernel:
+    made = keys_instance(dim=dim, block_size=block_size, given=given, pages=pages, long_seats=long_seats,
+                         long_positions=long_positions)
     return kernel(made.source, made.function, **made.defines)

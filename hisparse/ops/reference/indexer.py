@@ -8,6 +8,7 @@ from torch import Tensor
 from hisparse.errors import InvariantError
 from hisparse.ops.status import NO_INDEXER_PAGE
 
+E4M3_MAX = 448.0
 _SCORE_ELEMENTS = 1 << 24
 """Most elements [rows, heads, positions] of scores at once; bounds the workspace to 64 MiB."""
 
@@ -18,7 +19,8 @@ def write_keys(keys: Tensor, pages: Tensor, table: Tensor, seats: Tensor, positi
 
     Args:
         keys: [n, dim], converted to the dtype of `pages`.
-        pages: [blocks, block_size, dim], any strides. table: int32 [seats, pages], block of a page, 0 = none.
+        pages: [blocks, block_size, dim], any strides; or fp8: uint8 [blocks, block_size, dim + 4], see `quantize_keys`.
+        table: int32 [seats, pages], block of a page, 0 = none.
         seats, positions: int [n]. writes: bool [n]; other rows, and rows of seat -1, are skipped.
         status: int32 [4]; NO_INDEXER_PAGE is set, and the row skipped, where a written position has no page.
     Raises:
@@ -37,7 +39,28 @@ def write_keys(keys: Tensor, pages: Tensor, table: Tensor, seats: Tensor, positi
         at = int(missing.nonzero()[0])
         _report(status, int(seat[at]), int(position[at]), int(row[at]))
         row, block, position = row[~missing], block[~missing], position[~missing]
-    pages[block, position % size] = keys.index_select(0, row).to(pages.dtype)
+    chosen = keys.index_select(0, row)
+    pages[block, position % size] = quantize_keys(chosen) if pages.dtype == torch.uint8 else chosen.to(pages.dtype)
+
+
+def quantize_keys(keys: Tensor) -> Tensor:
+    """fp8 keys: e4m3 codes of value / scale, to nearest even, then scale = max(absmax, FLT_MIN) / 448 as float32.
+
+    Args:
+        keys: float32 or bfloat16 [n, dim].
+    Returns:
+        uint8 [n, dim + 4]. Example: 128 values of 2.0 give 128 bytes 0x7E (448) and the scale 2 / 448.
+    """
+    values = keys.float()
+    scale = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
+    codes = (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
+
+
+def dequantize_keys(rows: Tensor) -> Tensor:
+    """Values of fp8 keys: uint8 [n, dim + 4] -> float32 [n, dim]."""
+    codes, scale = rows[:, :-4].contiguous().view(torch.float8_e4m3fn), rows[:, -4:].contiguous().view(torch.float32)
+    return codes.float() * scale
 
 
 def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: Tensor, lengths: Tensor, top_k: int,
@@ -50,7 +73,7 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
 
     Args:
         q: [n, heads, dim]. weights: float32 [n, heads].
-        pages: [blocks, block_size, dim], any strides. table: int32 [seats, pages], block of a page, 0 = none.
+        pages: [blocks, block_size, dim] or fp8, as `write_keys`. table: int32 [seats, pages], block of a page, 0 = none.
         seats: int [n], -1 = padding row. lengths: int [n], positions [0, length) compete.
         scale: greater than 0. max_len: at least the largest of `lengths`.
         out: int32 [n, top_k], written completely if given.
@@ -97,6 +120,8 @@ def _context(pages: Tensor, table: Tensor, seat: int, length: int, status: Tenso
     if bool(lost.any()):
         _report(status, seat, int(lost.nonzero()[0]) * size, row)
     keys = pages.index_select(0, blocks.clamp(min=0)).flatten(0, 1)[:length]
+    if keys.dtype == torch.uint8:
+        keys = dequantize_keys(keys)
     missing = lost.repeat_interleave(size)[:length]
     return torch.where(missing[:, None], torch.zeros((), dtype=keys.dtype, device=keys.device), keys), missing
 
