@@ -5,11 +5,13 @@ Row ids, host rows and byte offsets are int64 throughout. Nothing here allocates
 
 from hisparse.ops.reference.attention import DEFAULT_GATHER_ROWS, sparse_mla
 from hisparse.ops.reference.fp8 import dequantize_rows, quantize_rows
+from hisparse.ops.reference.pages import PageCopier
 from hisparse.ops.reference.resolve import replay, reset_seat, resolve, resolve_pages
 from hisparse.ops.reference.rows import append, append_rows, copy_pages, mark_rows
 
 __all__ = [
     "DEFAULT_GATHER_ROWS",
+    "PageCopier",
     "append",
     "append_rows",
     "copy_pages",
