@@ -72,7 +72,9 @@ def measure(quick: bool) -> list[Row]:
                 alone, both = (layers.time(mirror, 5 if quick else 50) for mirror in (False, True))
                 bar = SLACK * alone.median + num * row_bytes / HOST_BYTES_PER_S * 1e6
                 rows.append(Row(case=f"append {num} x {row_bytes} B, mirrored", value=both.median, unit="us",
-                                bar=None if quick else bar, yardstick=(alone.median, "append without mirror"),
-                                best=both.best, p90=both.p90, max=both.max, detail={"layers_in_graph": LAYERS, "alone_us": alone.median}))
+                                bar=None if quick else bar,
+                                yardstick=(alone.median, "append without mirror"),
+                                best=both.best, p90=both.p90, max=both.max,
+                                detail={"layers_in_graph": LAYERS, "alone_us": alone.median}))
                 del layers
     return rows

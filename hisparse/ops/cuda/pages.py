@@ -25,12 +25,15 @@ GATHER_CTAS = 128
 ENGINE_RUN_PAGES = 256
 """Pages in a run, on average, from which on the copy engine takes a batch: it costs about 3 us of CPU a layer and run."""
 THREADS, UNROLL = 512, 6
+PIECE_BYTES = THREADS * UNROLL * 16
+"""Of a run, for one CTA at a time."""
 _PART_WORDS = 8
 _PLACE = -1
 """As a column: the page's place in the list."""
 
 INSTANCES = (
     Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
+    Instance("pages.cu", "copy_runs", {"THREADS": THREADS, "UNROLL": UNROLL}),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
 )
 Path = Literal["auto", "kernel", "engine"]
@@ -45,6 +48,38 @@ class _Parts:
     source_stride: int
     target_stride: int
     second_stride: int = 0
+
+
+def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int, *, ctas: int = COPY_CTAS) -> None:
+    """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`, on a bounded number of CTAs.
+
+    For whole pages of all layers, `PageCopier` needs one short list instead of a first row for each page and layer.
+
+    Args:
+        dst, src: rows, contiguous, cuda (or aliases of registered host memory), of one dtype and width; 16-byte aligned.
+        dst_first, src_first: int64 [m], cuda; inside the pools, dst distinct, no row both read and written (not checked).
+    Stream: the current one; no synchronisation; capture-safe after a first call.
+    Raises:
+        InvariantError: shapes, dtypes or strides that the kernel cannot take.
+    """
+    if dst.shape[1:] != src.shape[1:] or dst.dtype != src.dtype or dst_first.shape != src_first.shape or dst_first.ndim != 1:
+        raise InvariantError(f"rows {list(dst.shape)} {dst.dtype} from {list(src.shape)} {src.dtype}, first rows "
+                             f"{list(dst_first.shape)} from {list(src_first.shape)}: both sides must be alike")
+    row_bytes = dst.shape[1] * dst.element_size()
+    for place in (dst, src):
+        if not place.is_contiguous() or place.data_ptr() % 16 or row_bytes % 16:
+            raise InvariantError(f"rows must be contiguous and whole 16-byte units, got {list(place.shape)} {place.dtype} with "
+                                 f"strides {place.stride()}")
+    for first in (dst_first, src_first):
+        if first.dtype != torch.int64 or not first.is_contiguous():
+            raise InvariantError(f"first rows must be contiguous int64, got {first.dtype} with strides {first.stride()}")
+    num, run_bytes = dst_first.shape[0], num_rows * row_bytes
+    if num and num_rows:
+        _kernel("copy_runs")(
+            (min(ctas, num * -(-run_bytes // PIECE_BYTES)),),
+            THREADS,
+            (dst, dst_first, src, src_first, num, run_bytes, row_bytes, PIECE_BYTES),
+        )
 
 
 class PageCopier:
@@ -152,7 +187,7 @@ class PageCopier:
         host = self._host[layer] if self._host else None
         if not num_pages:
             return
-        self._kernel("gather_pages")(
+        _kernel("gather_pages")(
             (min(ctas, num_pages),),
             THREADS,
             (
@@ -173,7 +208,7 @@ class PageCopier:
                 self._by_engine(parts, pages, pieces, source_base)
                 return
         num_parts = parts.lines.shape[0]
-        self._kernel("copy_pages")(
+        _kernel("copy_pages")(
             (min(self.ctas, num * num_parts),),
             THREADS,
             (self._upload(pages), pages.shape[1], num, parts.on_device, num_parts, self._layout.row.row_bytes,
@@ -213,6 +248,6 @@ class PageCopier:
         pinned.numpy()[...] = pages
         return pinned.to(self._rows.device, non_blocking=True)
 
-    @staticmethod
-    def _kernel(function: str) -> Kernel:
-        return kernel("pages.cu", function, THREADS=THREADS, UNROLL=UNROLL)
+
+def _kernel(function: str) -> Kernel:
+    return kernel("pages.cu", function, THREADS=THREADS, UNROLL=UNROLL)
