@@ -40,35 +40,49 @@ class ListRules:
     """What a list must keep to, for one layout and the sizes of its pools; a kernel has no way to refuse."""
 
     def __init__(self, layout: KVCacheLayout, num_device_blocks: int, num_host_blocks: int) -> None:
-        self._layout = layout
-        self._device, self._host = num_device_blocks, num_host_blocks
+        groups = layout.num_resident_groups
+        rows, host = ("rows", 0, layout.block_size + 1), ("host block", 1, num_host_blocks)
+        self._pages = _Ranges(rows, host, *[("device block", 1, num_device_blocks)] * groups)
+        self._staged = _Ranges(rows, host, *[("device block", 0, num_device_blocks)] * groups)
+        self._host_pairs = _Ranges(rows, host, host)
+        self._block_pairs = _Ranges(("rows", 0, 1 << 31), *[("device block", 1, num_device_blocks)] * 2)
 
-    def check_pages(self, pages: PageList, *, least_device_block: int = 1) -> None:
-        """Raises InvariantError unless rows, host blocks and device blocks (from `least_device_block`) are in range."""
-        self._check_shape(pages, 2 + self._layout.num_resident_groups)
-        self._check("rows", pages[:, 0], 0, self._layout.block_size + 1)
-        self._check("host block", pages[:, 1], 1, self._host)
-        self._check("device block", pages[:, 2:], least_device_block, self._device)
+    def check_pages(self, pages: PageList) -> None:
+        """Raises InvariantError unless rows, host blocks and device blocks are in range."""
+        self._pages.check(pages)
+
+    def check_staged(self, pages: PageList) -> None:
+        """Like `check_pages`, but a device block may be 0: no copy there."""
+        self._staged.check(pages)
 
     def check_host_pairs(self, pairs: PageList) -> None:
         """Raises InvariantError unless both blocks of every pair are host blocks."""
-        self._check_shape(pairs, 3)
-        self._check("rows", pairs[:, 0], 0, self._layout.block_size + 1)
-        self._check("host block", pairs[:, 1:], 1, self._host)
+        self._host_pairs.check(pairs)
 
     def check_block_pairs(self, pairs: PageList) -> None:
         """Raises InvariantError unless both blocks of every pair are device blocks."""
-        self._check_shape(pairs, 3)
-        self._check("device block", pairs[:, 1:], 1, self._device)
+        self._block_pairs.check(pairs)
 
-    def _check_shape(self, pages: PageList, width: int) -> None:
+
+class _Ranges:
+    """(name, least, limit) of each column."""
+
+    def __init__(self, *columns: tuple[str, int, int]) -> None:
+        self._columns = columns
+        self._least = np.array([least for _, least, _ in columns], dtype=np.int32)
+        self._span = np.array([max(0, limit - least) for _, least, limit in columns], dtype=np.uint32)
+
+    def check(self, pages: PageList) -> None:
+        width = len(self._columns)
         if pages.dtype != np.int32 or pages.ndim != 2 or (pages.shape[1] != width and len(pages)):
             raise InvariantError(f"a page list must be int32 [m, {width}], got {pages.dtype} {list(pages.shape)}")
-
-    def _check(self, what: str, values: npt.NDArray[np.int32], least: int, limit: int) -> None:
-        if values.size and (values.min() < least or values.max() >= limit):
-            bad = int(values[(values < least) | (values >= limit)][0])
-            raise InvariantError(f"a page list names {what} {bad}, outside {least}..{limit - 1}")
+        if not len(pages):
+            return
+        outside = (pages - self._least).view(np.uint32) >= self._span  # one comparison: below the least wraps to the top
+        if outside.any():
+            at, column = (int(index[0]) for index in np.nonzero(outside))
+            name, least, limit = self._columns[column]
+            raise InvariantError(f"a page list names {name} {int(pages[at, column])}, outside {least}..{limit - 1}")
 
 
 def runs(pages: PageList) -> npt.NDArray[np.int64]:

@@ -134,7 +134,7 @@ class PageCopier:
 
     def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int, path: Path = "auto") -> None:
         """Staged pages to host pages, and to device pages where a block is not 0. `staging`: device memory or an alias."""
-        self._rules.check_pages(pages, least_device_block=0)
+        self._rules.check_staged(pages)
         check_staging(self._layout, staging, len(pages), slot_pages)
         if not staging.is_cuda or staging.data_ptr() % 16:
             raise InvariantError(f"staging must be 16-byte aligned on CUDA (or an alias of host memory), got {staging.device}")

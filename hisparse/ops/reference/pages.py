@@ -52,7 +52,7 @@ class PageCopier:
         Raises:
             InvariantError: an id outside a pool, more pages than the slot holds, or a slot that is too short.
         """
-        self._rules.check_pages(pages, least_device_block=0)
+        self._rules.check_staged(pages)
         layout, num = self._layout, len(pages)
         check_staging(layout, staging, num, slot_pages)
         place, (count, host, device) = torch.arange(num), self._columns(pages)
