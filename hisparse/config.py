@@ -48,6 +48,9 @@ class CacheConfig(_Section):
 
     enabled: bool = Field(True, description="False: an ordinary device-only cache; no host pool, no command, no hot region.")
     block_size: int = Field(64, description="Tokens per page: a power of two in 4..64.")
+    row_format: Literal["auto", "fp8_ds_mla"] = Field(
+        "auto", description="KV rows: auto = model.dtype as it is; fp8_ds_mla = e4m3 latents with a scale for each 128, "
+        "bfloat16 rope (656 instead of 1,152 bytes a token and layer at 512 + 64). Equal on prefill and decode.")
     device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
     host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
     host_pool: Literal["auto", "shared", "private"] = Field("auto", description="auto: shared under Ray, private without.")
@@ -260,7 +263,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
 def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
     """The cache layout that every part of an engine with this configuration uses. Warns (once a process) of its waste."""
     layout = KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype,
-                                 num_groups=config.cache.num_groups)
+                                 row_format=config.cache.row_format, num_groups=config.cache.num_groups)
     advice = layout.waste_advice()
     if advice is not None:
         _warn_once(advice)

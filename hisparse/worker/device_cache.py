@@ -16,7 +16,7 @@ from hisparse.layout import KVCacheLayout
 
 ALIGN_BYTES = 64
 POISON_BYTE = 0xFF
-"""A row of these bytes is NaN in float32, bfloat16 and float16."""
+"""A row of these bytes is NaN in float32, bfloat16, float16 and, value by value, in fp8_ds_mla."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +59,8 @@ class DeviceCache:
 
     Attributes:
         bytes: uint8 [num_blocks, block_bytes].
-        rows: row dtype [num_blocks * rows_per_block, row_elems], the same memory; indexed by flat row ids (int64).
+        rows: storage dtype of the row format, [num_blocks * rows_per_block, row_elems], the same memory; indexed by flat
+            row ids (int64).
         generations: numpy uint64 [num_blocks], written by HiSparseWorker (or whoever applies NewBlocks), read by peers.
         address: of the first byte. nbytes: of the allocation.
 

@@ -49,23 +49,23 @@ class HiSparseCacheHandle:
         self._ops = ops.backend(cache.device)
 
     def append(self, rows: Tensor, batch: RowBatch) -> None:
-        """Writes `rows` [n, row_elems] (latent, then rope key) through to the resident page and the mirrored host page.
+        """Writes `rows` [n, values] (latent, then rope key) through to the resident page and the mirrored host page.
 
-        Rows that do not write are skipped. Only the host pool's writer writes host rows; the page's row mask gets its
-        bits when every layer has appended.
+        Rows that do not write are skipped; the others are rounded or quantised as the layout's row format says. Only the
+        host pool's writer writes host rows; the page's row mask gets its bits when every layer has appended.
         Raises:
             InvariantError: a written position has no resident page, or this layer appended in this batch before.
         """
         if self.layer in batch.appended:
             raise InvariantError(f"layer {self.layer} appends twice in one batch; make a RowBatch for each forward")
         index = batch.write_index
-        if rows.shape != (batch.num_rows, self._layout.row.row_elems):
+        if rows.shape != (batch.num_rows, self._layout.row.values):
             raise InvariantError(
-                f"layer {self.layer}: rows must be [{batch.num_rows}, {self._layout.row.row_elems}], "
+                f"layer {self.layer}: rows must be [{batch.num_rows}, {self._layout.row.values}], "
                 f"got {list(rows.shape)}"
             )
         if index.numel():
-            new = (rows if index.numel() == batch.num_rows else rows.index_select(0, index)).to(self._view.rows.dtype)
+            new = rows if index.numel() == batch.num_rows else rows.index_select(0, index)
             host_ids = self._host_ids(batch)
             self._ops.append(
                 new,
@@ -84,7 +84,7 @@ class HiSparseCacheHandle:
         """Sparse MLA over the rows that `topk` names.
 
         Args:
-            q: absorbed queries [n, heads, row_elems] (latent part, then rope part).
+            q: absorbed queries [n, heads, values] (latent part, then rope part).
             topk: int32 or int64 [n, k] positions; -1 or outside [0, position] = none. Of a follower: its leader's.
             batch: the same object for every layer of a forward.
             scaling: factor of the scores.

@@ -172,7 +172,7 @@ class Rig:
     def append(self, batch: RowBatch, value: Callable[[int, Tensor], Tensor]) -> None:
         """Every layer appends rows filled with `value(layer, positions)` [n]."""
         for handle in self.handles:
-            rows = value(handle.layer, batch.positions).to(torch.float32)[:, None].repeat(1, self.layout.row.row_elems)
+            rows = value(handle.layer, batch.positions).to(torch.float32)[:, None].repeat(1, self.layout.row.values)
             handle.append(rows, batch)
 
     def attended_value(self, layer: int, seat: int, position: int, batch_kind: str = "decode") -> float:
@@ -181,7 +181,7 @@ class Rig:
         batch = RowBatch.build(
             [seat], [last], writes=False, is_prefill=batch_kind == "prefill", plain_tables=batch_kind == "plain"
         )
-        q = torch.ones(1, HEADS, self.layout.row.row_elems)
+        q = torch.ones(1, HEADS, self.layout.row.values)
         group = next(g for g in self.layout.shape.index_groups if layer in g.layers)
         topk = torch.tensor([[position, -1, -1]], dtype=torch.int32)
         out = {member: self.handles[member].attend(q, topk, batch, 0.1) for member in group.layers}[layer]
