@@ -167,7 +167,7 @@ def pin_turn(directory: str | Path | None = None) -> Iterator[None]:
 def _populate_pages(address: int, num_bytes: int) -> bool:
     """MADV_POPULATE_WRITE; False where the kernel does not know it. Releases the interpreter's lock."""
     populate_write = 23
-    return ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), populate_write) == 0
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), populate_write) == 0)
 
 
 def _pid_namespace() -> int:

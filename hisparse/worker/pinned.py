@@ -43,7 +43,7 @@ def chunk_sizes(total_bytes: int, *, unit_bytes: int, page_bytes: int, chunk_byt
     40, 40 and 20 KiB.
     """
     if min(total_bytes, unit_bytes, page_bytes, chunk_bytes) < 1:
-        raise InvariantError(f"cannot cut {total_bytes} bytes into chunks of {chunk_bytes} (unit {unit_bytes}, page {page_bytes})")
+        raise InvariantError(f"cannot cut {total_bytes} bytes into chunks of {chunk_bytes} (unit {unit_bytes})")
     step = math.lcm(unit_bytes, page_bytes)
     size = max(chunk_bytes // step, 1) * step
     whole, rest = divmod(total_bytes, size)

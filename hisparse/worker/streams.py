@@ -5,15 +5,16 @@ imports, *prefetch* carries the copies of followers. *host* stands for the step'
 
 | event | recorded on | read by | means |
 |---|---|---|---|
-| COMMAND_APPLIED | compute | dma | tables, resets, page copies and restores of the command are queued: earlier steps' rows are written |
+| COMMAND_APPLIED | compute | dma | the command's tables and copies are queued, and so is every earlier step |
 | FORWARD_DONE | compute | dma | the step's rows and row masks are written: its spills may read |
-| SPILLS_DONE | dma | compute, host | bytes and masks of a batch of spills are on the host: its blocks may be overwritten (fence) |
+| SPILLS_DONE | dma | compute, host | a batch of spills is on the host: its blocks may be overwritten (fence) |
 | IMPORT_DONE | dma | compute, host | an import's pages are in place |
 | PLAN_READY | compute | prefetch | a leader's miss plan is complete |
 | PREFETCHED | prefetch | compute | a follower's rows are in its hot region |
-| HOST_PAGES_WRITTEN | compute | compute | pages the command's writer made in the shared host pool are there (between ranks, see peer_writes) |
-| STAGING_READ | compute, dma | host | a pinned staging buffer was uploaded and may be filled again |
+| STAGING_READ | compute, dma | host | a pinned buffer was uploaded and may be filled again |
 | COUNTS_READ | compute | host | a snapshot of the counters is in pinned memory |
+
+Between the ranks of a node there is one more, see `peer_writes`.
 
 A record or wait by anybody else is refused. On the CPU the same calls do nothing: work is done when the call returns.
 """
@@ -22,13 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hisparse.errors import InvariantError
+from hisparse.errors import InvariantError, TransferError
 
 
 class Place(enum.Enum):
@@ -46,23 +48,19 @@ _C, _D, _P, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.HOST
 class StepEvent(enum.Enum):
     """Every event of a step: name, who records it, who reads it. The table of this module in data."""
 
-    COMMAND_APPLIED = ("command_applied", (_C,), (_D,))
-    FORWARD_DONE = ("forward_done", (_C,), (_D,))
-    SPILLS_DONE = ("spills_done", (_D,), (_C, _H))
-    IMPORT_DONE = ("import_done", (_D,), (_C, _H))
-    PLAN_READY = ("plan_ready", (_C,), (_P,))
-    PREFETCHED = ("prefetched", (_P,), (_C,))
-    HOST_PAGES_WRITTEN = ("host_pages_written", (_C,), (_C,))
-    STAGING_READ = ("staging_read", (_C, _D), (_H,))
-    COUNTS_READ = ("counts_read", (_C,), (_H,))
+    COMMAND_APPLIED = ((_C,), (_D,), "the command's tables and copies are queued, and so is every earlier step")
+    FORWARD_DONE = ((_C,), (_D,), "the step's rows and row masks are written: its spills may read")
+    SPILLS_DONE = ((_D,), (_C, _H), "a batch of spills is on the host: its blocks may be overwritten (fence)")
+    IMPORT_DONE = ((_D,), (_C, _H), "an import's pages are in place")
+    PLAN_READY = ((_C,), (_P,), "a leader's miss plan is complete")
+    PREFETCHED = ((_P,), (_C,), "a follower's rows are in its hot region")
+    STAGING_READ = ((_C, _D), (_H,), "a pinned buffer was uploaded and may be filled again")
+    COUNTS_READ = ((_C,), (_H,), "a snapshot of the counters is in pinned memory")
 
-    @property
-    def writers(self) -> tuple[Place, ...]:
-        return self.value[1]
-
-    @property
-    def readers(self) -> tuple[Place, ...]:
-        return self.value[2]
+    def __init__(self, writers: tuple[Place, ...], readers: tuple[Place, ...], meaning: str) -> None:
+        self.writers = writers
+        self.readers = readers
+        self.meaning = meaning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +81,8 @@ class Streams:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        self._dma: Any = torch.cuda.Stream(self.device) if self.is_cuda else None
-        self._prefetch: Any = torch.cuda.Stream(self.device) if self.is_cuda else None
+        self._dma = _stream(self.device)
+        self._prefetch = _stream(self.device)
 
     def raw(self, place: Place) -> Any:
         """The torch stream of a place; None on the CPU. COMPUTE is torch's current stream of the device.
@@ -114,7 +112,7 @@ class Streams:
             raise InvariantError(f"{event.name} is recorded by {_names(event.writers)}, not by {place.value}")
         if not self.is_cuda:
             return Mark(event)
-        raw = torch.cuda.Event()
+        raw: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         raw.record(self.raw(place))
         return Mark(event, raw)
 
@@ -136,6 +134,23 @@ class Streams:
         """
         _check_reader(mark, Place.HOST)
         return True if mark.raw is None else bool(mark.raw.query())
+
+    def drain(self, timeout_s: float) -> None:
+        """Returns when the device has done everything it was given. Waits by asking: for the end, not for a step.
+
+        Raises:
+            TransferError: not in time. RuntimeError: the device failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        for raw in [self.raw(place) for place in (Place.COMPUTE, Place.DMA, Place.PREFETCH)] if self.is_cuda else []:
+            while not raw.query():
+                if time.monotonic() >= deadline:
+                    raise TransferError(f"{self.device} did not finish its work within {timeout_s} s")
+                time.sleep(0.0005)
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _check_reader(mark: Mark, place: Place) -> None:

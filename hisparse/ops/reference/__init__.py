@@ -4,7 +4,17 @@ Row ids, host rows and byte offsets are int64 throughout. Nothing here allocates
 """
 
 from hisparse.ops.reference.attention import DEFAULT_GATHER_ROWS, sparse_mla
-from hisparse.ops.reference.resolve import replay, reset_seat, resolve, resolve_pages
+from hisparse.ops.reference.resolve import replay, reset_seat, reset_seats, resolve, resolve_pages
 from hisparse.ops.reference.rows import append, copy_pages
 
-__all__ = ["DEFAULT_GATHER_ROWS", "append", "copy_pages", "replay", "reset_seat", "resolve", "resolve_pages", "sparse_mla"]
+__all__ = [
+    "DEFAULT_GATHER_ROWS",
+    "append",
+    "copy_pages",
+    "replay",
+    "reset_seat",
+    "reset_seats",
+    "resolve",
+    "resolve_pages",
+    "sparse_mla",
+]
