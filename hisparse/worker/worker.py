@@ -34,6 +34,7 @@ from hisparse.worker.handle import HiSparseCacheHandle
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
 from hisparse.worker.page_copies import PageCopies
+from hisparse.worker.peer_writes import PeerWrites
 from hisparse.worker.runtime import HiSparseRuntime
 from hisparse.worker.staging import PinnedRing
 from hisparse.worker.streams import Place, StepEvent, Streams
@@ -48,7 +49,7 @@ class HiSparseWorker:
     Args:
         is_writer: this rank writes the host pool. With a shared pool only one rank does, and the others send no
             acknowledgement of spills. A peer may read a host page once the writer's completion of it was acknowledged,
-            which is before any command lets it be read: peers need no event of their own.
+            which is before any command lets it be read. Only what a command copies inside the pool needs `host_writes`.
         streams, staging: of the rank, shared with tables and counters.
         deadline_s: longest wait for a fenced copy (CPU), and for the device at shutdown.
         copy_hook: see CopyQueue and StreamCopies.
@@ -56,6 +57,7 @@ class HiSparseWorker:
 
     Attributes:
         copies: the queue of spills.
+        host_writes: recorded by the writer behind a command's copies inside the pool; peers wait for it, see PeerWrites.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class HiSparseWorker:
             layout, cache=cache, host=host_pool, streams=streams, staging=staging, hook=copy_hook, name=f"hisparse-copy-{rank}"
         )
         self.copies = self._pages.queue
+        self.host_writes = PeerWrites(cache.device)
 
     # ---- the step
     def start_step(self, command: SparseKVOffloadCommand | None) -> None:
@@ -194,6 +197,8 @@ class HiSparseWorker:
 
     def _copy_pages(self, copies: Sequence[PageCopy], restores: Sequence[PageRestore]) -> None:
         self._pages.copy(copies, host_too=self.is_writer)
+        if self.is_writer and any(copy.host_pair is not None for copy in copies):
+            self.host_writes.record()
         self._counters.restored_rows += self._pages.restore(restores)
         for transfer_id in [copy.id for copy in copies] + [restore.id for restore in restores]:
             self._ack(transfer_id, AckKind.COMPLETED)
