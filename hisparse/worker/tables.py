@@ -79,7 +79,7 @@ class KVTables:
         """Entries of each row at and beyond which everything is null."""
         self._changed: list[tuple[int, int]] = []
         """First entry and count of what the CPU changed since the last flush."""
-        self._mirrored: list[tuple[int, int, int]] = []
+        self._mirrored: dict[int, list[MirrorSpan]] = {}
 
     # ---- named tables
     @property
@@ -218,11 +218,8 @@ class KVTables:
                 self._note(self._first[-3] + item.hot_group * self.max_seats + item.seat, 1)
 
     def _take_mirrors(self, spans: Iterable[MirrorSpan]) -> None:
-        first = self._first[-2]
-        for seat, begin, end in self._mirrored:
-            self._host_mirrors[seat, begin:end] = 0
-            self._note(first + seat * self.pages + begin, end - begin)
-        self._mirrored.clear()
+        """Most seats have the same spans as in the step before: those are left alone."""
+        wanted: dict[int, list[MirrorSpan]] = {}
         for span in spans:
             self._check_seat(span.seat, "mirror span")
             end = span.first_page + len(span.host_blocks)
@@ -230,9 +227,21 @@ class KVTables:
                 raise InvariantError(
                     f"mirror span of seat {span.seat} covers pages {span.first_page}..{end} of {self.pages}"
                 )
-            self._host_mirrors[span.seat, span.first_page : end] = np.maximum(np.array(span.host_blocks, dtype=np.int32), 0)
-            self._note(first + span.seat * self.pages + span.first_page, len(span.host_blocks))
-            self._mirrored.append((span.seat, span.first_page, end))
+            wanted.setdefault(span.seat, []).append(span)
+        for seat, old in self._mirrored.items():
+            if wanted.get(seat) != old:
+                for span in old:
+                    self._mirror_span(span, 0)
+        for seat, new in wanted.items():
+            if self._mirrored.get(seat) != new:
+                for span in new:
+                    self._mirror_span(span, np.maximum(np.array(span.host_blocks, dtype=np.int32), 0))
+        self._mirrored = wanted
+
+    def _mirror_span(self, span: MirrorSpan, blocks: Array | int) -> None:
+        count = len(span.host_blocks)
+        self._host_mirrors[span.seat, span.first_page : span.first_page + count] = blocks
+        self._note(self._first[-2] + span.seat * self.pages + span.first_page, count)
 
     def _note(self, first: int, count: int) -> None:
         if self._staging is not None:
