@@ -115,15 +115,15 @@ class PageCopies:
             masks[pages] |= found.view(np.uint64)
         return [int(mask) for mask in masks[pages]]
 
-    # ---- flat rows
+    # ---- flat rows; layers outermost, so that a copy works within one layer's part of the host pool at a time
     def _device_first(self, blocks: Array) -> Array:
-        """int64 [n * num_layers]: first flat row of each page in each layer; blocks int64 [n, num resident groups]."""
-        first: Array = blocks[:, self._layer_group] * self._layout.rows_per_block + self._layer_row_offset
+        """int64 [num_layers * n]: first flat row of each page in each layer; blocks int64 [n, num resident groups]."""
+        first: Array = blocks.T[self._layer_group] * self._layout.rows_per_block + self._layer_row_offset[:, None]
         return first.reshape(-1)
 
     def _host_first(self, pages: Array) -> Array:
-        """int64 [n * num_layers]: first row of each page in each layer of the host pool's body."""
-        return (pages[:, None] * self._layout.block_size + self._host_layer_row).reshape(-1)
+        """int64 [num_layers * n]: first row of each page in each layer of the host pool's body."""
+        return (pages * self._layout.block_size + self._host_layer_row[:, None]).reshape(-1)
 
     def _copy_host_rows(self, source: int, target: int, num_rows: int) -> None:
         first_source, first_to = (self._host_first(np.array([page], dtype=np.int64)) for page in (source, target))
