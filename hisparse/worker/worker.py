@@ -140,6 +140,20 @@ class HiSparseWorker:
         self._spill(spills, StepEvent.FORWARD_DONE)
         self._counters.snapshot()
 
+    def follow_writer(self, handle: bytes) -> None:
+        """A peer of a shared pool: from now on `wait_for_writer` waits for the rank whose `host_writes.handle` this is."""
+        if not self.is_writer:
+            self.host_writes = PeerWrites(self._cache.device, handle)
+
+    def wait_for_writer(self) -> None:
+        """The compute stream waits for what this step's command copied inside the pool. The writer has nothing to wait for.
+
+        Call it on every rank in a step that copies host pages, when every rank has come out of `start_step`. The CPU does not
+        wait.
+        """
+        if not self.is_writer:
+            self.host_writes.wait()
+
     def output(self) -> HiSparseWorkerOutput:
         """Acknowledgements and counts since the last call. Never blocks."""
         for result in self.copies.take_done():
