@@ -116,15 +116,27 @@ def available_memory(root: str | Path = "/") -> int:
 
 
 def check_memlock(pool_bytes: int, num_devices: int, limit_bytes: int | None = None) -> None:
-    """Raises ConfigError unless RLIMIT_MEMLOCK covers the pool once for each device that registers it."""
+    """Raises ConfigError unless RLIMIT_MEMLOCK covers the pool once for each device that registers it.
+
+    The limit does not bind a process with the capability IPC_LOCK, e.g. root outside of a container.
+    """
     if limit_bytes is None:
-        limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit_bytes = resource.RLIM_INFINITY if may_lock_all() else resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     needed = pool_bytes * num_devices
     if limit_bytes != resource.RLIM_INFINITY and needed > limit_bytes:
         raise ConfigError(
             f"pinning the pool for {num_devices} devices needs {needed} bytes of locked memory ({pool_bytes} each) "
             f"and RLIMIT_MEMLOCK is {limit_bytes}; raise it (ulimit -l unlimited, docker --ulimit memlock=-1, IPC_LOCK)"
         )
+
+
+def may_lock_all(status: str | Path = "/proc/self/status") -> bool:
+    """Whether this process has the capability IPC_LOCK."""
+    ipc_lock = 14
+    for line in Path(status).read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> ipc_lock & 1)
+    return False
 
 
 def populate(memory: mmap.mmap, num_bytes: int, *, chunk_bytes: int, progress: Callable[[int, int], None] | None = None,

@@ -186,10 +186,22 @@ def test_the_pd_connector_holds_the_pool_while_it_has_it_registered(pool):
 
 def test_the_limit_of_locked_memory_comes_first(pool, monkeypatch):
     monkeypatch.setattr(host_memory.resource, "getrlimit", lambda _: (PAGE, PAGE))
+    monkeypatch.setattr(host_memory, "may_lock_all", lambda: False)
     driver = FakeDriver()
     with pytest.raises(ConfigError, match="RLIMIT_MEMLOCK is 4096"):
         pool.pin("cpu", registrar=driver)
     assert not driver.log
+    monkeypatch.setattr(host_memory, "may_lock_all", lambda: True)  # the limit does not bind such a process
+    pool.pin("cpu", registrar=driver)
+
+
+def test_the_capability_to_lock_is_read_from_the_kernel(tmp_path):
+    status = tmp_path / "status"
+    for caps, may in (("0000000000004000", True), ("000001ffffffffff", True), ("00000000a80425fb", False)):
+        status.write_text(f"Name:\tx\nCapEff:\t{caps}\n")
+        assert host_memory.may_lock_all(status) is may
+    status.write_text("Name:\tx\n")
+    assert host_memory.may_lock_all(status) is False
 
 
 def test_the_cpu_needs_no_registration(pool):
