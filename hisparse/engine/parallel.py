@@ -36,6 +36,13 @@ class HeadParallel:
         share = num_heads // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def from_first(self, data: bytes) -> bytes:
+        """Rank 0's `data`, on every rank. Collective; blocks."""
+        box = [data]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
     def gather_heads(self, part: Tensor) -> Tensor:
         """[n, heads / size, dim] of every rank -> [n, heads, dim] on every rank. Collective; blocks."""
         if self.size == 1:

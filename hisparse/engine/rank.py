@@ -72,9 +72,12 @@ class RankEngine:
         self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,
                                    max_model_len=config.model.max_model_len)
         self._sampler = Sampler()
+        worker = self.parts.worker
+        if worker is not None and num_ranks > 1:
+            worker.follow_writer(self._parallel.from_first(worker.host_writes.handle))
         children: list[WorkerConnector] = []
-        if self.parts.worker is not None:
-            children.append(HiSparseConnectorWorker(self.parts.worker))
+        if worker is not None:
+            children.append(HiSparseConnectorWorker(worker))
             if config.cache.offload_indexer and config.cache.prefix_cache:
                 children.append(OffloadingWorker(self.layout, self.parts.cache, capacity_pages=num_host_blocks,
                                                  rank=rank))
@@ -103,6 +106,8 @@ class RankEngine:
         self._connectors.start_step(command.kv)
         if _copies_host_pages(command):
             self._parallel.barrier()  # rank 0 copied pages that the others may read in this step
+            if self.parts.worker is not None:
+                self.parts.worker.wait_for_writer()
         out = self._runner.run(command.chunks, want_logits=self.rank == 0)
         self._connectors.end_step()
         sampled = {}

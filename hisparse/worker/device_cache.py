@@ -109,10 +109,14 @@ class DeviceCache:
             (self.num_blocks, size, dim), (row_stride, dim, 1), self._indexer.storage_offset() + i * size * dim
         )
 
-    def poison_blocks(self, blocks: list[int]) -> None:
-        """Fills whole blocks with NaN (no rows are lost that anybody may read; a debugging aid)."""
-        if blocks:
-            self.bytes[torch.tensor(blocks, dtype=torch.int64, device=self.device)] = POISON_BYTE
+    def poison_blocks(self, blocks: Tensor | list[int]) -> None:
+        """Fills whole blocks with NaN (no rows are lost that anybody may read; a debugging aid).
+
+        Args:
+            blocks: ids, int64 [m] on the cache's device; a list is uploaded, which waits on CUDA.
+        """
+        index = blocks if isinstance(blocks, Tensor) else torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        self.bytes.index_fill_(0, index, POISON_BYTE)
 
     def store_generations(self, ids: tuple[int, ...], generations: tuple[int, ...]) -> None:
         """Stores the generation that each block has from now on, before anything writes to it."""

@@ -78,6 +78,7 @@ class Rig:
         host_pool: HostPool | None = None,
         hook: Callable[[int], None] | None = None,
         enabled: bool = True,
+        device: str = "cpu",
     ) -> None:
         layout = layout or make_layout()
         config = CacheConfig(
@@ -98,6 +99,7 @@ class Rig:
                 num_ranks=num_ranks,
                 incarnation=77,
                 host_pool=host_pool,
+                device=device,
                 copy_hook=hook,
                 poison_new_blocks=True,
             ),

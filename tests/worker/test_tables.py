@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError, InvariantError, TransferError
 from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan, ResidentPagesUpdate
-from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, RowBatch
+from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, PinnedRing, RowBatch, Streams
+from hisparse.worker.tables import ranges
 from tests.worker.rig import make_layout
 
 LAYOUT = make_layout()
@@ -112,6 +116,93 @@ def test_mirrors_hold_for_one_command():
     assert not t.mirrors.any()
     with pytest.raises(InvariantError, match=r"covers pages 7..9 of 8"):
         t.apply_mirrors([MirrorSpan(seat=0, first_page=7, host_blocks=(4, 5))])
+
+
+# ---- tables on another device: what the CPU knows is brought there
+
+
+class CountingRing(PinnedRing):
+    uploads = 0
+
+    def upload(self, *arrays, **kw):
+        self.uploads += 1
+        return super().upload(*arrays, **kw)
+
+
+def random_step(r):
+    """Updates of every kind, several of them for one row, regions that have blocks, mirrors with holes."""
+    updates, hot_rows, mirrors = [], [], []
+    for _ in range(r.randint(0, 6)):
+        seat, pages = r.randrange(3), r.randint(0, 8)
+        first = r.randint(0, pages)
+        if r.random() < 0.4:
+            blocks = tuple((r.randint(1, 99), r.randint(1, 99)) if r.random() < 0.8 else () for _ in range(pages - first))
+            updates.append(ResidentPagesUpdate(seat=seat, first_page=first, blocks=blocks, num_pages=r.randint(first, 8)))
+        else:
+            group = r.choice([LAYOUT.indexer.group_id, LAYOUT.source.group_id, RESIDENT0])
+            ids = tuple(r.randint(0, 99) for _ in range(pages - first))
+            updates.append(update(group, seat, first, ids, r.randint(first, 8)))
+    for seat in range(3):
+        if r.random() < 0.4:
+            blocks = r.randint(0, 4)
+            updates.append(update(HOT1, seat, 0, tuple(r.randint(1, 99) for _ in range(blocks)), blocks))
+            hot_rows.append(HotRows(seat=seat, hot_group=1, rows=4 * r.randint(0, blocks)))
+        for _ in range(r.randint(0, 2)):
+            first = r.randint(0, 7)
+            hosts = tuple(r.choice([-1, 0, r.randint(1, 50)]) for _ in range(r.randint(0, 8 - first)))
+            mirrors.append(MirrorSpan(seat=seat, first_page=first, host_blocks=hosts))
+    return updates, hot_rows, mirrors
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_upload_a_step_makes_the_device_equal(seed):
+    r, ring = random.Random(seed), CountingRing(Streams("cpu"))
+    here = tables()
+    there = KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), staging=ring)
+    addresses = [t.data_ptr() for t in (*there.tables, there.hot_rows, there.mirrors)]
+    for step in range(1, 60):
+        updates, hot_rows, mirrors = random_step(r)
+        before = ring.uploads
+        here.apply(updates)
+        here.apply_hot_rows(hot_rows)
+        here.apply_mirrors(mirrors)
+        there.apply_step(updates, hot_rows, mirrors)
+        assert ring.uploads - before <= 1
+        for a, b in zip((*here.tables, here.hot_rows, here.mirrors), (*there.tables, there.hot_rows, there.mirrors)):
+            assert torch.equal(a, b), step
+        there.check()
+    assert addresses == [t.data_ptr() for t in (*there.tables, there.hot_rows, there.mirrors)]
+    there.mirrors[0, 0] += 1
+    with pytest.raises(InvariantError, match="on the device and should be"):
+        there.check()
+
+
+def test_the_last_of_several_writers_wins_and_is_uploaded_once(monkeypatch):
+    ring = CountingRing(Streams("cpu"))
+    t = KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), staging=ring)
+    uploaded = []
+    real = ring.upload
+    monkeypatch.setattr(ring, "upload", lambda *a, **kw: uploaded.append(a) or real(*a, **kw))
+    t.apply([update(RESIDENT0, 1, 0, (5, 6, 7), 3), update(RESIDENT0, 1, 0, (), 0), update(RESIDENT0, 1, 1, (9, 8), 3)])
+    ((index, values),) = uploaded
+    assert values.tolist() == [0, 9, 8] and len(set(index.tolist())) == 3
+    assert t.resident(0)[1].tolist() == [0, 9, 8] + [0] * 5
+    t.apply([update(RESIDENT0, 1, 0, (1,), 1)])  # clears what was there, and not the whole width
+    assert uploaded[1][1].tolist() == [1, 0, 0]
+    t.apply([])
+    t.apply_mirrors(())
+    assert len(uploaded) == 2
+
+
+def test_tables_elsewhere_need_staging():
+    with pytest.raises(InvariantError, match="tables on meta need a staging ring"):
+        KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), device="meta")
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=20))
+def test_ranges_are_the_distinct_members(pairs):
+    first, count = np.array(pairs, dtype=np.int64).T
+    assert ranges(first, count).tolist() == sorted({x for f, c in pairs for x in range(f, f + c)})
 
 
 # ---- batches

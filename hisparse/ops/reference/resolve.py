@@ -192,6 +192,12 @@ def reset_seat(state: HotState, seat: int, *, from_slot: int = 0, from_position:
     state.use[seat][clear] = 0
 
 
+def reset_seats(state: HotState, resets: Tensor) -> None:
+    """`reset_seat` for every row (seat, from_slot, from_position) of `resets` int32 [m, 3]. Mutates `state`."""
+    for seat, from_slot, from_position in resets.tolist():
+        reset_seat(state, seat, from_slot=from_slot, from_position=from_position)
+
+
 class _Where:
     """Entries by tier: `row_ids` of resident ones (else -1), `need` = valid but not resident, positions, seats."""
 
