@@ -39,7 +39,9 @@ class ModelConfig(_Section):
     path: str = Field(description="Directory of a Hugging Face DSA checkpoint, or 'recall' for the bundled one.")
     name: str | None = Field(None, description="Name in the API; default: the directory's name.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Weights, activations and KV rows.")
-    device: Literal["cpu"] = Field("cpu", description="Compute device.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Compute device; cuda: one GPU for each rank.")
+    gpu_share: float = Field(1.0, gt=0, le=1, description="Of one GPU, reserved in Ray for each rank when device is cuda; "
+                             "below 1, engines share a GPU.")
     max_model_len: int = Field(8192, ge=2, description="Longest prompt + output of one request, in tokens.")
 
 
@@ -107,6 +109,12 @@ class SchedulerConfig(_Section):
         return self
 
 
+class EngineConfig(_Section):
+    """How each rank runs its steps."""
+
+    cuda_graphs: bool = Field(True, description="Replay decode steps as CUDA graphs; false: eager, to look for errors.")
+
+
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
@@ -143,6 +151,7 @@ class HiSparseConfig(_Section):
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8)
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()
