@@ -31,6 +31,7 @@ from hisparse.worker import host_memory
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import POISON_BYTE, DeviceCache
 from hisparse.worker.handle import HiSparseCacheHandle
+from hisparse.worker.history import History
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
 from hisparse.worker.page_copies import PageCopies
@@ -307,9 +308,12 @@ def build_worker(
     )
     counters = Counters(layout, max_seats, device, streams)
     runtimes = [
-        HiSparseRuntime(layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters)
+        HiSparseRuntime(
+            layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters, streams=streams
+        )
         for index in range(len(layout.shape.index_groups))
     ]
+    history = None if host_pool is None else History(layout, cache=cache, host_pool=host_pool, tables=tables)
     is_writer = host_pool is not None and (rank == 0 or not host_pool.is_shared)
     owner = {layer: runtime for runtime, group in zip(runtimes, layout.shape.index_groups) for layer in group.layers}
     handles = [
@@ -322,6 +326,7 @@ def build_worker(
             runtime=owner[layer],
             counters=counters,
             is_writer=is_writer,
+            history=history,
         )
         for layer in range(layout.shape.num_layers)
     ]
