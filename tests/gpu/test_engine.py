@@ -234,3 +234,13 @@ def test_bfloat16_agrees_with_the_float32_oracle_on_recall(monkeypatch: pytest.M
         assert driver.stats.miss_rows > 0
     print(f"bfloat16 agrees with float32 on {right} of {total} tokens")
     assert right >= 0.95 * total
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("tier", ["resident", "tight"])
+def test_two_ranks_on_two_devices(tiny_checkpoints: dict[str, Path], tier: str) -> None:
+    """Heads split over NCCL inside the graphs, one shared host pool that rank 0 writes."""
+    engines = Engines()
+    for prompt in (31, 65, 300):
+        assert test_matrix.check(engines, Cell("glm52", prompt, tier, 2, "colocated"), tiny_checkpoints["glm52"]) is None
+    engines.close()
