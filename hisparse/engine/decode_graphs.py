@@ -30,18 +30,19 @@ class DecodeGraphs:
 
     Args:
         body: captured once per (size, plain). It must touch nothing for padding rows: the runs before the capture have no
-            others. inputs: int64 [4 * largest size], where the rows of every step are put.
+            others. inputs: int64 [4 * largest size], where the rows of every step are put. sizes: of batches, in rows.
+        kinds: values of the body's flag that steps may have.
     """
 
-    def __init__(self, body: Body, *, inputs: Tensor, sizes: Sequence[int]) -> None:
-        self._body, self._inputs, self._sizes = body, inputs, tuple(sizes)
+    def __init__(self, body: Body, *, inputs: Tensor, sizes: Sequence[int], kinds: Sequence[bool]) -> None:
+        self._body, self._inputs, self._sizes, self._kinds = body, inputs, tuple(sizes), tuple(kinds)
         self._graphs: dict[tuple[int, bool], tuple[Any, Outputs]] = {}
         self._pool: Any = None
 
     def capture_all(self) -> None:
         """Captures every size, largest first (the pool is then as large as it gets). Waits for the device."""
         for size in sorted(self._sizes, reverse=True):
-            for plain in (False, True):
+            for plain in self._kinds:
                 self._capture(size, plain)
 
     def replay(self, size: int, plain: bool) -> Outputs:

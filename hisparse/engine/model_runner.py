@@ -29,15 +29,17 @@ class ModelRunner:
     Args:
         samples: False on ranks that do not sample: the same forwards, no vocabulary projection.
         use_graphs: capture and replay decode steps; without effect on the CPU.
+        has_host: pages may be on the host only; False = every context is resident always.
     """
 
     def __init__(self, model: DSAModel, *, max_seats: int, max_model_len: int, samples: bool = True,
-                 use_graphs: bool = True) -> None:
+                 use_graphs: bool = True, has_host: bool = True) -> None:
         self._model = model
         self._device = model.device
         self._max_seats = max_seats
         self._max_model_len = max_model_len
         self._samples = samples
+        self._has_host = has_host
         on_cuda = self._device.type == "cuda"
         self._sizes = batch_sizes(max_seats) if on_cuda else None
         # status word, tokens of the batch of single tokens, tokens of prefill chunks
@@ -46,7 +48,8 @@ class ModelRunner:
         self._inputs = torch.zeros(FIELDS * max_seats, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
         if on_cuda and use_graphs:
-            self._graphs = DecodeGraphs(self._decode_rows, inputs=self._inputs, sizes=batch_sizes(max_seats))
+            self._graphs = DecodeGraphs(self._decode_rows, inputs=self._inputs, sizes=batch_sizes(max_seats),
+                                        kinds=(True, False) if has_host else (True,))
 
     def warm_up(self, prefill_tokens: int) -> None:
         """On CUDA: compiles what prefill chunks of up to `prefill_tokens` tokens need, and captures every graph.
@@ -115,7 +118,7 @@ class ModelRunner:
 
     def _decode(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, ...]:
         """[B, 1]; leaves each row's token in `result` and returns the logits [>= B, vocab] (nothing on other ranks)."""
-        size, plain = len(chunks), all(chunk.plain_tables for chunk in chunks)
+        size, plain = len(chunks), not self._has_host or all(chunk.plain_tables for chunk in chunks)
         if self._sizes is not None:
             size = next(wide for wide in self._sizes if wide >= size)
         packed = upload(pack(chunks, size), self._device, self._inputs)

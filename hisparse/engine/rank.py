@@ -79,7 +79,7 @@ class RankEngine:
         self.model = DSAModel(network, shape, self.parts.handles, self.parts.indexer, self._parallel)
         self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,
                                    max_model_len=config.model.max_model_len, samples=rank == 0,
-                                   use_graphs=config.engine.cuda_graphs)
+                                   use_graphs=config.engine.cuda_graphs, has_host=host_pool is not None)
         self._runner.warm_up(config.scheduler.prefill_chunk_tokens)
         self._sampler = Sampler()
         worker = self.parts.worker
