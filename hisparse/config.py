@@ -39,7 +39,9 @@ class ModelConfig(_Section):
     path: str = Field(description="Directory of a Hugging Face DSA checkpoint, or 'recall' for the bundled one.")
     name: str | None = Field(None, description="Name in the API; default: the directory's name.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Weights, activations and KV rows.")
-    device: Literal["cpu"] = Field("cpu", description="Compute device.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Compute device; cuda: one GPU for each rank.")
+    gpu_share: float = Field(1.0, gt=0, le=1, description="Of one GPU, reserved in Ray for each rank when device is cuda; "
+                             "below 1, engines share a GPU.")
     max_model_len: int = Field(8192, ge=2, description="Longest prompt + output of one request, in tokens.")
 
 
@@ -48,6 +50,9 @@ class CacheConfig(_Section):
 
     enabled: bool = Field(True, description="False: an ordinary device-only cache; no host pool, no command, no hot region.")
     block_size: int = Field(64, description="Tokens per page: a power of two in 4..64.")
+    row_format: Literal["auto", "fp8_ds_mla"] = Field(
+        "auto", description="KV rows: auto = model.dtype as it is; fp8_ds_mla = e4m3 latents with a scale for each 128, "
+        "bfloat16 rope (656 instead of 1,152 bytes a token and layer at 512 + 64). Equal on prefill and decode.")
     device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
     host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
     host_pool: Literal["auto", "shared", "private"] = Field("auto", description="auto: shared under Ray, private without.")
@@ -104,6 +109,12 @@ class SchedulerConfig(_Section):
         return self
 
 
+class EngineConfig(_Section):
+    """How each rank runs its steps."""
+
+    cuda_graphs: bool = Field(True, description="Replay decode steps as CUDA graphs; false: eager, to look for errors.")
+
+
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
@@ -140,6 +151,7 @@ class HiSparseConfig(_Section):
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8)
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()
@@ -260,7 +272,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
 def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
     """The cache layout that every part of an engine with this configuration uses. Warns (once a process) of its waste."""
     layout = KVCacheLayout.build(model_shape(config.model), block_size=config.cache.block_size, dtype=config.model.dtype,
-                                 num_groups=config.cache.num_groups)
+                                 row_format=config.cache.row_format, num_groups=config.cache.num_groups)
     advice = layout.waste_advice()
     if advice is not None:
         _warn_once(advice)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout import KVCacheLayout, ModelShape, RowFormat
 
 GLM52 = {
@@ -30,6 +32,32 @@ def test_row_formats() -> None:
         RowFormat(dtype="bfloat16", latent_dim=60, rope_dim=7)
     with pytest.raises(ConfigError, match="float64"):
         RowFormat(dtype="float64", latent_dim=64, rope_dim=32)
+
+
+def test_fp8_ds_mla_rows() -> None:
+    row = RowFormat(dtype="uint8", latent_dim=512, rope_dim=64)
+    assert (row.row_bytes, row.row_elems, row.values, row.rope_byte_offset, row.name) == (656, 656, 576, 528, "fp8_ds_mla")
+    small = RowFormat(dtype="uint8", latent_dim=128, rope_dim=16)
+    assert (small.row_bytes, small.rope_byte_offset) == (128 + 16 + 32, 144)  # one scale, filled up to 16 bytes
+    plain = RowFormat(dtype="bfloat16", latent_dim=512, rope_dim=64)
+    assert (plain.row_elems, plain.values, plain.rope_byte_offset, plain.name) == (576, 576, 1024, "bfloat16")
+    with pytest.raises(ConfigError, match=r"kv_lora_rank is 64; set cache.row_format to auto"):
+        RowFormat(dtype="uint8", latent_dim=64, rope_dim=16)
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        RowFormat(dtype="uint8", latent_dim=128, rope_dim=12)
+
+
+@pytest.mark.parametrize("config", [GLM52, V32])
+def test_fp8_ds_mla_blocks_hold_whole_rows(config: dict[str, object]) -> None:
+    layout = KVCacheLayout.build(ModelShape.from_hf_config(config), dtype="bfloat16", row_format="fp8_ds_mla")
+    assert layout.row.row_bytes == 656 and layout.layer_page_bytes == 41_984 and layout.indexer_dtype == "bfloat16"
+    assert layout.block_bytes == layout.rows_per_block * 656 and layout.block_bytes % 16 == 0
+    assert all(offset % 656 == 0 for offset in map(layout.layer_byte_offset, range(layout.shape.num_layers)))
+    assert layout.indexer_page_bytes <= layout.block_bytes
+    with pytest.raises(InvariantError, match="no multiple of 656-byte rows"):
+        dataclasses.replace(layout, block_bytes=layout.block_bytes + 16)
+    with pytest.raises(ConfigError, match="'auto' or 'fp8_ds_mla', got 'fp8'"):
+        KVCacheLayout.build(ModelShape.from_hf_config(config), row_format="fp8")
 
 
 def test_glm52_has_21_index_groups_and_v32_one_per_layer() -> None:
@@ -62,6 +90,7 @@ def test_the_fingerprint_is_stable_and_sees_every_difference() -> None:
         KVCacheLayout.build(shape(kinds="ffsfss")), KVCacheLayout.build(shape(), num_groups=1),
         KVCacheLayout.build(shape(index=64)), KVCacheLayout.build(shape(latent=80)),
         KVCacheLayout.build(shape(), indexer_dtype="bfloat16"),
+        KVCacheLayout.build(shape(latent=128)), KVCacheLayout.build(shape(latent=128), row_format="fp8_ds_mla"),
     ]
     assert len({base.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)
 

@@ -17,7 +17,7 @@ from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
 from hisparse.actors.executor import RayExecutor
 from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
-from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement
+from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement, rank_gpus
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
 from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path
 from hisparse.engine.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class EngineActors:
         for rank in range(config.tensor_parallel_size):
             self.ranks.append(start_actor(
                 RankWorkerActor, config, label=f"rank {rank} of {name}", placement=group,
-                bundle=self.placement.rank_bundle(rank), num_cpus=RANK_CPUS,
+                bundle=self.placement.rank_bundle(rank), num_cpus=RANK_CPUS, num_gpus=rank_gpus(config),
             ))
         coordinator = self.coordinator = start_actor(
             CoordinatorActor, config.serve.step_timeout_s, "hisparse.engine.core", label=f"coordinator of {name}",

@@ -140,7 +140,7 @@ def gather(pendings: Sequence[Pending], timeout_s: float) -> list[Any]:
 # --------------------------------------------------------------------------------------------- start and find actors
 
 
-def start_actor(cls: type, *args: Any, label: str, name: str | None = None, num_cpus: float = 0.0,
+def start_actor(cls: type, *args: Any, label: str, name: str | None = None, num_cpus: float = 0.0, num_gpus: float = 0.0,
                 placement: PlacementGroup | None = None, bundle: int = -1, max_concurrency: int | None = None) -> Actor:
     """Starts `cls(*args)` as an actor without restarts; it ends with the process that started it.
 
@@ -148,7 +148,7 @@ def start_actor(cls: type, *args: Any, label: str, name: str | None = None, num_
         name: unique name in our namespace, for `find_actors`; None = unnamed.
         bundle: of `placement`; -1 = any.
     """
-    options: dict[str, Any] = {"num_cpus": num_cpus, "max_restarts": 0, "max_task_retries": 0}
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
     if placement is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=placement, placement_group_bundle_index=bundle

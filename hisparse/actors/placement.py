@@ -22,8 +22,16 @@ ACTOR_CPUS = 0.03
 
 
 def bundles(config: HiSparseConfig) -> list[dict[str, float]]:
-    """Bundle 0 for the head, then one per tensor-parallel rank."""
-    return [{"CPU": HEAD_CPUS}] + [{"CPU": RANK_CPUS} for _ in range(config.tensor_parallel_size)]
+    """Bundle 0 for the head, then one per tensor-parallel rank, with a GPU (or a share of one) when it computes there."""
+    rank = {"CPU": RANK_CPUS}
+    if rank_gpus(config):
+        rank["GPU"] = rank_gpus(config)
+    return [{"CPU": HEAD_CPUS}] + [dict(rank) for _ in range(config.tensor_parallel_size)]
+
+
+def rank_gpus(config: HiSparseConfig) -> float:
+    """GPUs that each rank's actor asks for. Ray shows it no others."""
+    return config.model.gpu_share if config.model.device == "cuda" else 0.0
 
 
 @dataclass(frozen=True, slots=True)

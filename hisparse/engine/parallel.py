@@ -1,4 +1,4 @@
-"""Tensor parallelism on the CPU: attention heads are split over ranks, everything else is computed by each of them.
+"""Tensor parallelism: attention heads are split over ranks, everything else is computed by each of them.
 
 All ranks see the same inputs and run the same operations, so hidden states, indexer scores and top-k are bit-identical
 on every rank and no decision can diverge.
@@ -18,7 +18,7 @@ from hisparse.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParallel:
-    """One rank's place. `group` is a gloo process group of `size` ranks; None when size is 1."""
+    """One rank's place. `group` is a process group of `size` ranks from `join_group`; None when size is 1."""
 
     rank: int = 0
     size: int = 1
@@ -36,19 +36,33 @@ class HeadParallel:
         share = num_heads // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def from_first(self, data: bytes) -> bytes:
+        """Rank 0's `data`, on every rank. Collective; blocks."""
+        box = [data]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
     def gather_heads(self, part: Tensor) -> Tensor:
-        """[n, heads / size, dim] of every rank -> [n, heads, dim] on every rank. Collective; blocks."""
+        """[n, heads / size, dim] of every rank -> [n, heads, dim] on every rank. Collective.
+
+        Stream: on CUDA queued on the current stream, and may be captured; on the CPU it blocks.
+        """
         if self.size == 1:
             return part
         n, share, dim = part.shape
+        if part.is_cuda:
+            whole = part.new_empty(self.size, n, share, dim)
+            dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group)
+            return whole.transpose(0, 1).reshape(n, self.size * share, dim)
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.stack(parts, dim=1).view(n, self.size * share, dim)
 
     def barrier(self) -> None:
-        """Returns when every rank is here. Collective; blocks."""
+        """Returns when every rank's CPU is here; says nothing of its device. Collective; blocks."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            dist.all_reduce(torch.zeros(1), group=self.group)  # dist.barrier would use, and wait for, the device
 
 
 def check_heads(num_heads: int, size: int) -> None:
@@ -61,7 +75,8 @@ def check_heads(num_heads: int, size: int) -> None:
 
 
 def join_group(rank: int, size: int, init_method: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Joins the default gloo group of this process and returns it; None when `size` is 1.
+    """Joins the default group of this process and returns it; None when `size` is 1. CPU tensors go through gloo, CUDA tensors
+    through NCCL.
 
     Args:
         init_method: e.g. `file:///dev/shm/x` or `tcp://127.0.0.1:port`, the same on every rank.
@@ -69,7 +84,8 @@ def join_group(rank: int, size: int, init_method: str, timeout_s: float) -> dist
     """
     if size == 1:
         return None
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size,
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout_s))
     return dist.group.WORLD
 

@@ -15,12 +15,14 @@ from hisparse.connector.base import WorkerConnector
 from hisparse.connector.hisparse import HiSparseConnectorWorker
 from hisparse.connector.multi import MultiWorkerConnector
 from hisparse.connector.offloading_worker import OffloadingWorker
+from hisparse.engine.device import check_room, open_device
 from hisparse.engine.model_runner import ModelRunner
 from hisparse.engine.models.hf import DSAModel, load_network
 from hisparse.engine.parallel import HeadParallel
 from hisparse.engine.sampler import Sampler
-from hisparse.errors import InvariantError
-from hisparse.types import StepCommand, StepResult
+from hisparse.engine.step_output import StepOutput
+from hisparse.errors import ConfigError, InvariantError
+from hisparse.types import SampledToken, StepCommand, StepResult
 from hisparse.worker import HostPool, WorkerParts, build_worker
 
 
@@ -44,7 +46,7 @@ class RankEngine:
         extra_connectors: further worker connectors, or functions that make one from this rank's memory.
         process_group: gloo group of the ranks; None with one rank.
     Attributes:
-        layout, parts, model: read-only, for connectors and tests.
+        layout, parts, model, device: read-only, for connectors and tests.
         handshakes: addresses of the extra connectors that have one (P/D), in order.
     Raises:
         ConfigError: the checkpoint cannot be loaded or split, or sizes do not fit.
@@ -61,20 +63,31 @@ class RankEngine:
         if config.cache.enabled != (host_pool is not None):
             raise InvariantError(f"cache.enabled = {config.cache.enabled}, but the host pool is {host_pool!r}")
         self._parallel = HeadParallel(rank=rank, size=num_ranks, group=process_group)
-        network, shape = load_network(config.model, num_ranks=num_ranks)
+        self.device = open_device(config.model, rank)
+        if self.device.type == "cuda" and config.pd.role != "colocated":
+            raise ConfigError(f"pd.role = {config.pd.role} reads and writes CPU memory only; set model.device to cpu, or serve "
+                              "colocated (serve.prefill_replicas = 0)")
+        network, shape = load_network(config.model, num_ranks=num_ranks, device=self.device)
+        num_blocks = config.cache.device_blocks
+        check_room(self.device, self.layout.device_bytes(num_blocks), num_blocks)
         num_host_blocks = host_blocks(config.cache, self.layout, config.model.max_model_len)
         self.parts = build_worker(
-            self.layout, config.cache, num_device_blocks=config.cache.device_blocks, num_host_blocks=num_host_blocks,
+            self.layout, config.cache, num_device_blocks=num_blocks, num_host_blocks=num_host_blocks,
             max_seats=config.scheduler.max_num_seqs, max_model_len=config.model.max_model_len, rank=rank,
-            num_ranks=num_ranks, incarnation=incarnation, host_pool=host_pool,
+            num_ranks=num_ranks, incarnation=incarnation, host_pool=host_pool, device=str(self.device),
         )
         self.model = DSAModel(network, shape, self.parts.handles, self.parts.indexer, self._parallel)
         self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,
-                                   max_model_len=config.model.max_model_len)
+                                   max_model_len=config.model.max_model_len, samples=rank == 0,
+                                   use_graphs=config.engine.cuda_graphs, has_host=host_pool is not None)
+        self._runner.warm_up(config.scheduler.prefill_chunk_tokens)
         self._sampler = Sampler()
+        worker = self.parts.worker
+        if worker is not None and num_ranks > 1:
+            worker.follow_writer(self._parallel.from_first(worker.host_writes.handle))
         children: list[WorkerConnector] = []
-        if self.parts.worker is not None:
-            children.append(HiSparseConnectorWorker(self.parts.worker))
+        if worker is not None:
+            children.append(HiSparseConnectorWorker(worker))
             if config.cache.offload_indexer and config.cache.prefix_cache:
                 children.append(OffloadingWorker(self.layout, self.parts.cache, capacity_pages=num_host_blocks,
                                                  rank=rank))
@@ -88,9 +101,10 @@ class RankEngine:
     def execute(self, command: StepCommand) -> StepResult:
         """Runs one step: tables and copies, forwards, stores; then samples (rank 0 only).
 
-        Stream: synchronous; background copies may still run when it returns, and are reported by later steps.
+        Stream: the device's current one; waits for the step once, for its tokens and status word together. Background copies
+        may still run when it returns, and are reported by later steps.
         Raises:
-            InvariantError: steps out of order, or the command does not fit this rank's memory.
+            InvariantError: steps out of order, the command does not fit this rank's memory, or the device reports an error.
         """
         if self._last_step is not None and command.step <= self._last_step:
             raise InvariantError(f"step {command.step} came after step {self._last_step}")
@@ -103,14 +117,22 @@ class RankEngine:
         self._connectors.start_step(command.kv)
         if _copies_host_pages(command):
             self._parallel.barrier()  # rank 0 copied pages that the others may read in this step
-        out = self._runner.run(command.chunks, want_logits=self.rank == 0)
+            if self.parts.worker is not None:
+                self.parts.worker.wait_for_writer()
+        out = self._runner.run(command.chunks)
         self._connectors.end_step()
-        sampled = {}
-        if out.rows:
-            tokens = self._sampler.sample(out.logits, out.rows)
-            sampled = {row.request_id: token for row, token in zip(out.rows, tokens)}
+        sampled = self._sample(out)
         return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled,
                           kv=self._connectors.output() or {}, device_s=time.perf_counter() - began)
+
+    def _sample(self, out: StepOutput) -> dict[str, SampledToken]:
+        """Waits for the step and chooses. Raises InvariantError, and lets no token out, when the step went wrong."""
+        tokens, logits = out.take()
+        sampled = {row.request_id: SampledToken(token_id=token) for row, token in zip(out.rows, tokens)}
+        if logits is not None:
+            asked = [row for row in out.rows if row.needs_logits]
+            sampled |= {row.request_id: token for row, token in zip(asked, self._sampler.sample(logits, asked))}
+        return sampled
 
     def shutdown(self) -> None:
         """Drains the connectors' copies and releases memory. Idempotent."""

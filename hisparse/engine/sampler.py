@@ -29,6 +29,11 @@ class SampleRow:
     position: int
     params: SamplingParams | None
 
+    @property
+    def needs_logits(self) -> bool:
+        """More is asked for than the likeliest token."""
+        return self.params is not None and (self.params.temperature > 0 or self.params.logprobs is not None)
+
 
 @dataclass(slots=True)
 class Sampler:

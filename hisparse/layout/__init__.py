@@ -13,11 +13,12 @@ from hisparse.layout.hot_regions import (
     start_rows,
 )
 from hisparse.layout.kv_cache_layout import NULL_BLOCK, KVCacheLayout
-from hisparse.layout.row_format import RowFormat
+from hisparse.layout.row_format import FP8_DS_MLA, RowFormat, quantized_latent_dim, scale_bytes
 from hisparse.layout.shape import IndexGroup, ModelShape
 from hisparse.layout.waste import GroupWaste, WasteReport
 
 __all__ = [
+    "FP8_DS_MLA",
     "MAX_HOT_ROWS",
     "NULL_BLOCK",
     "CacheGroup",
@@ -33,7 +34,9 @@ __all__ = [
     "WasteReport",
     "check_query_rows",
     "limit_rows",
+    "quantized_latent_dim",
     "rows_text",
+    "scale_bytes",
     "split_rows",
     "start_rows",
 ]

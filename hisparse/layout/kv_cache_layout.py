@@ -7,10 +7,10 @@ import json
 import math
 from dataclasses import dataclass
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentGroup, SourceGroup
 from hisparse.layout.packing import best_packing
-from hisparse.layout.row_format import ITEM_BYTES, ROW_ALIGN_BYTES, RowFormat
+from hisparse.layout.row_format import FP8_DS_MLA, ITEM_BYTES, ROW_ALIGN_BYTES, RowFormat
 from hisparse.layout.shape import ModelShape
 from hisparse.layout.waste import WARN_FRACTION, GroupWaste, WasteReport
 
@@ -43,21 +43,30 @@ class KVCacheLayout:
     layer_group: tuple[int, ...]
     """Index into `residents` (and `hots`) of each layer."""
 
+    def __post_init__(self) -> None:
+        if self.block_bytes % self.row.row_bytes or self.block_bytes % ROW_ALIGN_BYTES:
+            raise InvariantError(f"a block of {self.block_bytes} bytes is no multiple of {self.row.row_bytes}-byte rows and of "
+                                 f"{ROW_ALIGN_BYTES} bytes: flat row ids would not be exact")
+
     @classmethod
-    def build(cls, shape: ModelShape, *, block_size: int = 64, dtype: str = "float32",
+    def build(cls, shape: ModelShape, *, block_size: int = 64, dtype: str = "float32", row_format: str = "auto",
               indexer_dtype: str | None = None, num_groups: int | None = None) -> KVCacheLayout:
         """Packs the index groups so that one block of every GPU group has the same size with the least waste.
 
         Args:
             block_size: tokens per page, a power of two in 4..64 (a page's row mask is a uint64).
-            dtype: of the latent rows. indexer_dtype: of the indexer keys, default the same.
+            dtype: of the latent rows. row_format: "auto" = rows hold `dtype` as it is; "fp8_ds_mla" = see RowFormat.
+            indexer_dtype: of the indexer keys, default `dtype`.
             num_groups: resident groups; None chooses the number with the fewest bytes per page.
         Raises:
             ConfigError: block size, row size or number of groups is impossible.
         """
         if block_size not in (4, 8, 16, 32, 64):
             raise ConfigError(f"block_size must be a power of two in 4..64 tokens, got {block_size}")
-        row = RowFormat(dtype=dtype, latent_dim=shape.kv_lora_rank, rope_dim=shape.rope_dim)
+        if row_format not in ("auto", FP8_DS_MLA):
+            raise ConfigError(f"row_format must be 'auto' or '{FP8_DS_MLA}', got {row_format!r}")
+        row = RowFormat(dtype="uint8" if row_format == FP8_DS_MLA else dtype, latent_dim=shape.kv_lora_rank,
+                        rope_dim=shape.rope_dim)
         indexer_dtype = indexer_dtype or dtype
         if indexer_dtype not in ITEM_BYTES:
             raise ConfigError(f"indexer dtype must be one of {sorted(ITEM_BYTES)}, got {indexer_dtype!r}")
@@ -185,7 +194,7 @@ class KVCacheLayout:
         if fixes:
             return f"{what}; {', '.join(fixes)}"
         return (f"{what}; no other cache.num_groups or cache.block_size wastes less, only another indexer dtype "
-                f"({self.indexer_dtype} now) or row dtype ({self.row.dtype}) changes the sizes that are packed")
+                f"({self.indexer_dtype} now) or row format ({self.row.name}) changes the sizes that are packed")
 
     def fingerprint(self) -> str:
         """Hash of everything two sides must agree on before they exchange pages. Same in every process."""

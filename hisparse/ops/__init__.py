@@ -31,4 +31,9 @@ def backend(device: str | torch.device) -> ModuleType:
         raise ConfigError(
             f"no operations for device {str(device)!r}; this build has {sorted(_BACKENDS)}: set model.device to one"
         )
-    return importlib.import_module(_BACKENDS[kind])
+    try:
+        return importlib.import_module(_BACKENDS[kind])
+    except ImportError as error:
+        raise ConfigError(
+            f"model.device = {kind} needs a package that does not load: {error}; pip install hisparse[{kind}]"
+        ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,10 +43,12 @@ class Slab(Protocol):
 
 
 class HostSlab(Slab, Protocol):
-    """A host pool: a slab with a row mask per page."""
+    """A host pool: a slab with a row mask per page, which stays as it is while somebody holds it."""
 
     @property
     def row_masks(self) -> npt.NDArray[Any]: ...
+    def hold(self, owner: str) -> None: ...
+    def release(self, owner: str) -> None: ...
 
 
 class LocalMemory:
@@ -77,6 +81,17 @@ class LocalMemory:
             self.slabs.append((host_pool.address, host_pool.nbytes))
         self.slabs += [(array.address, (array.num_pages - 1) * array.stride + 8) for array in arrays]
         self._arrays = tuple(arrays)
+
+    @contextlib.contextmanager
+    def held(self, owner: str) -> Iterator[None]:
+        """While `owner` has the slabs registered: the host pool must be pinned before and unpinned after it."""
+        if self._pool is not None:
+            self._pool.hold(owner)
+        try:
+            yield
+        finally:
+            if self._pool is not None:
+                self._pool.release(owner)
 
     def endpoint(self, rank: int, agent: str, metadata: bytes) -> RankEndpoint:
         """This memory's address for peers. Raises ProtocolError when a region does not fit its layout."""

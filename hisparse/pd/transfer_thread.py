@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -86,8 +87,13 @@ class TransferThread:
                                 "its memory must stay mapped")
 
     def _run(self) -> None:
+        with contextlib.ExitStack() as cleanup:  # the pool is released when the transport has deregistered it
+            self._serve(cleanup)
+
+    def _serve(self, cleanup: contextlib.ExitStack) -> None:
         transport: Transport | None = None
         try:
+            cleanup.enter_context(self._memory.held(self._agent))
             transport = self._make_transport(self._agent)
             for address, num_bytes in self._memory.slabs:
                 transport.register(address, num_bytes)

@@ -76,11 +76,12 @@ class ReferenceModel:
 
     Args:
         path: checkpoint directory. dtype: of weights and activations (index scores and softmax are fp32 always).
+        device: where it computes; what it returns is on the CPU.
     """
 
-    def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         load: Any = AutoModelForCausalLM.from_pretrained
-        self.model = load(str(path), dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
+        self.model = load(str(path), dtype=dtype, attn_implementation="eager", local_files_only=True).eval().to(device)
         signature = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._probe = _TopKProbe()
@@ -139,9 +140,10 @@ class ReferenceModel:
         """Logits [vocab] of the last position, and the cache."""
         self._probe.gaps.clear()
         with self._probe:
-            out = self.model(input_ids=torch.tensor([list(token_ids)]), use_cache=True, logits_to_keep=1,
+            ids = torch.tensor([list(token_ids)], device=self.model.device)
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1,
                              **{self._cache_argument: cache})
-        return out.logits[0, -1].float(), out[self._cache_argument]
+        return out.logits[0, -1].float().cpu(), out[self._cache_argument]
 
 
 class _TopKProbe(TorchFunctionMode):
@@ -163,7 +165,7 @@ class _TopKProbe(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside and getattr(func, "__name__", "") == "topk":
             scores, count = args[0], args[1] if len(args) > 1 else kwargs["k"]
-            self.gaps.append(_gap(scores[0], int(count)))
+            self.gaps.append(_gap(scores[0], int(count)).cpu())
         return func(*args, **kwargs)
 
 

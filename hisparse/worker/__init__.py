@@ -6,21 +6,34 @@ from hisparse.worker.device_cache import DeviceCache, PagedCacheView
 from hisparse.worker.handle import HiSparseCacheHandle
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
+from hisparse.worker.peer_writes import PeerWrites
 from hisparse.worker.runtime import HiSparseRuntime
+from hisparse.worker.staging import Field, PinnedRing, StepInputs
+from hisparse.worker.stream_copies import StreamCopies
+from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
 from hisparse.worker.worker import HiSparseWorker, WorkerParts, build_worker
 
 __all__ = [
     "CopyQueue",
     "DeviceCache",
+    "Field",
     "HiSparseCacheHandle",
     "HiSparseRuntime",
     "HiSparseWorker",
     "HostPool",
     "IndexerPages",
     "KVTables",
+    "Mark",
     "PagedCacheView",
+    "PeerWrites",
+    "PinnedRing",
+    "Place",
     "RowBatch",
+    "StepEvent",
+    "StepInputs",
+    "StreamCopies",
+    "Streams",
     "WorkerParts",
     "build_worker",
 ]

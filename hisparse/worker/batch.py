@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import InvariantError
+from hisparse.worker.streams import Mark
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RowBatch:
     """Query rows of one forward. Make a new one for each forward: it carries the miss plans of its leaders.
 
@@ -20,22 +21,29 @@ class RowBatch:
         seats: int32 [n]; -1 = padding row, which reads and writes nothing.
         positions: int64 [n], the token position of each row; its context is [0, position].
         writes: bool [n]; False = a replayed row, whose KV is in the cache already: append and indexer write nothing.
-        is_prefill: the rows are consecutive positions of one seat; history that is not resident is gathered from host
-            memory, and the hot region is not used.
+        max_len: no row's context is longer; known on the host, because nothing of a step on CUDA asks the device.
+        prefill_seat: the rows are consecutive positions of this one seat; history that is not resident is gathered from host
+            memory, and the hot region is not used. None = a decode batch.
         plain_tables: every page of every row's context is resident, so block tables alone resolve it.
+        status: int32 [4] on the device, where operations report what is wrong; None = they raise InvariantError (CPU).
         plans: resolution of each index group's leader in this forward, for its followers. Written by HiSparseRuntime.
     """
 
     seats: Tensor
     positions: Tensor
     writes: Tensor
-    is_prefill: bool = False
+    max_len: int
+    prefill_seat: int | None = None
     plain_tables: bool = False
+    status: Tensor | None = None
     plans: dict[int, Any] = field(default_factory=dict)
+    prefetched: dict[int, Mark] = field(default_factory=dict)
+    """When each follower's hot rows are there. Written by HiSparseRuntime."""
+    tiers: list[Tensor] = field(default_factory=list)
+    """Resident, hot and missed entries [n] of each leader so far. Written by HiSparseRuntime."""
     appended: set[int] = field(default_factory=set)
     """Layers that appended their rows. Written by HiSparseCacheHandle."""
-    targets: dict[str, Any] = field(default_factory=dict)
-    """Row ids that append computed once per group. Written by HiSparseCacheHandle."""
+    _shared: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -67,9 +75,14 @@ class RowBatch:
             seats=torch.tensor(list(seats), dtype=torch.int32, device=device),
             positions=torch.tensor(list(positions), dtype=torch.int64, device=device),
             writes=torch.tensor(flags, dtype=torch.bool, device=device),
-            is_prefill=is_prefill,
+            max_len=max(positions, default=-1) + 1,
+            prefill_seat=seats[0] if is_prefill else None,
             plain_tables=plain_tables,
         )
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.prefill_seat is not None
 
     @property
     def num_rows(self) -> int:
@@ -78,12 +91,11 @@ class RowBatch:
     @property
     def context_len(self) -> Tensor:
         """int64 [n]: positions + 1, the tokens each row may attend to."""
-        return self.positions + 1
+        return self.once("context_len", lambda: self.positions + 1)
 
-    @property
-    def write_index(self) -> Tensor:
-        """int64 [m]: the rows that write (writes, and not padding), in order."""
-        index = self.targets.get("write_index")
-        if index is None:
-            index = self.targets["write_index"] = (self.writes & (self.seats >= 0)).nonzero().squeeze(1)
-        return index
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that layers share: made by the first who asks."""
+        found = self._shared.get(name)
+        if found is None:
+            found = self._shared[name] = make()
+        return found

@@ -16,7 +16,7 @@ from hisparse.layout import KVCacheLayout
 
 ALIGN_BYTES = 64
 POISON_BYTE = 0xFF
-"""A row of these bytes is NaN in float32, bfloat16 and float16."""
+"""A row of these bytes is NaN in float32, bfloat16, float16 and, value by value, in fp8_ds_mla."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +59,8 @@ class DeviceCache:
 
     Attributes:
         bytes: uint8 [num_blocks, block_bytes].
-        rows: row dtype [num_blocks * rows_per_block, row_elems], the same memory; indexed by flat row ids (int64).
+        rows: storage dtype of the row format, [num_blocks * rows_per_block, row_elems], the same memory; indexed by flat
+            row ids (int64).
         generations: numpy uint64 [num_blocks], written by HiSparseWorker (or whoever applies NewBlocks), read by peers.
         address: of the first byte. nbytes: of the allocation.
 
@@ -108,10 +109,14 @@ class DeviceCache:
             (self.num_blocks, size, dim), (row_stride, dim, 1), self._indexer.storage_offset() + i * size * dim
         )
 
-    def poison_blocks(self, blocks: list[int]) -> None:
-        """Fills whole blocks with NaN (no rows are lost that anybody may read; a debugging aid)."""
-        if blocks:
-            self.bytes[torch.tensor(blocks, dtype=torch.int64, device=self.device)] = POISON_BYTE
+    def poison_blocks(self, blocks: Tensor | list[int]) -> None:
+        """Fills whole blocks with NaN (no rows are lost that anybody may read; a debugging aid).
+
+        Args:
+            blocks: ids, int64 [m] on the cache's device; a list is uploaded, which waits on CUDA.
+        """
+        index = blocks if isinstance(blocks, Tensor) else torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        self.bytes.index_fill_(0, index, POISON_BYTE)
 
     def store_generations(self, ids: tuple[int, ...], generations: tuple[int, ...]) -> None:
         """Stores the generation that each block has from now on, before anything writes to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hisparse import ops
@@ -11,6 +10,7 @@ from hisparse.layout import KVCacheLayout
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
+from hisparse.worker.history import History
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.runtime import HiSparseRuntime
 from hisparse.worker.tables import KVTables
@@ -19,7 +19,8 @@ from hisparse.worker.tables import KVTables
 class HiSparseCacheHandle:
     """Append and attend for one layer. Layers of a forward call in model order, append before attend.
 
-    Holds no mapping of its own: tables, plans and row ids belong to KVTables, HiSparseRuntime and the batch.
+    Holds no mapping of its own: tables, plans and row ids belong to KVTables, HiSparseRuntime and the batch. Stream: the
+    current one; on CUDA nothing waits for the device, and a decode batch may be captured in a graph.
 
     Attributes:
         layer: model layer index.
@@ -36,6 +37,7 @@ class HiSparseCacheHandle:
         runtime: HiSparseRuntime,
         counters: Counters,
         is_writer: bool,
+        history: History | None = None,
     ) -> None:
         self.layer = layer
         self._layout = layout
@@ -45,104 +47,86 @@ class HiSparseCacheHandle:
         self._tables = tables
         self._runtime = runtime
         self._counters = counters
-        self._mirrors = host_pool is not None and is_writer
         self._ops = ops.backend(cache.device)
+        self._history = history
+        self._mirrors = host_pool if is_writer else None
 
-    def append(self, rows: Tensor, batch: RowBatch) -> None:
-        """Writes `rows` [n, row_elems] (latent, then rope key) through to the resident page and the mirrored host page.
+    def append(self, rows: Tensor | tuple[Tensor, Tensor], batch: RowBatch) -> None:
+        """Writes rows through to the resident page and the mirrored host page, in the layout's row format.
 
         Rows that do not write are skipped. Only the host pool's writer writes host rows; the page's row mask gets its
         bits when every layer has appended.
+
+        Args:
+            rows: [n, latent + rope], or (latent [n, latent_dim], rope key [n, rope_dim]).
         Raises:
-            InvariantError: a written position has no resident page, or this layer appended in this batch before.
+            InvariantError: this layer appended in this batch before, or a written position has no resident page (with
+                `batch.status` that is NO_TARGET).
         """
         if self.layer in batch.appended:
             raise InvariantError(f"layer {self.layer} appends twice in one batch; make a RowBatch for each forward")
-        index = batch.write_index
-        if rows.shape != (batch.num_rows, self._layout.row.row_elems):
+        parts = rows if isinstance(rows, tuple) else (rows,)
+        width, want = sum(part.shape[1] for part in parts), self._layout.row.values
+        if width != want or any(part.shape[0] != batch.num_rows for part in parts):
             raise InvariantError(
-                f"layer {self.layer}: rows must be [{batch.num_rows}, {self._layout.row.row_elems}], "
-                f"got {list(rows.shape)}"
+                f"layer {self.layer}: rows must be [{batch.num_rows}, {want}], got [{parts[0].shape[0]}, {width}]"
             )
-        if index.numel():
-            new = (rows if index.numel() == batch.num_rows else rows.index_select(0, index)).to(self._view.rows.dtype)
-            host_ids = self._host_ids(batch)
-            self._ops.append(
-                new,
-                self._view.rows,
-                self._row_ids(batch),
-                None if host_ids is None or self._host is None else self._host.rows(self.layer),
-                host_ids,
-            )
-            if host_ids is not None:
-                self._counters.add("mirrored_rows", batch.seats[index], (host_ids >= 0).to(torch.int64))
+        host = self._mirrors
+        self._ops.append_rows(
+            rows,
+            batch.seats,
+            batch.positions,
+            batch.writes,
+            resident_table=self._tables.resident(self._group),
+            mirror_table=None if host is None else self._tables.mirrors,
+            block_size=self._layout.block_size,
+            rows_per_block=self._layout.rows_per_block,
+            row_offset=self._view.row_offset,
+            rows=self._view.rows,
+            host_rows=None if host is None else host.device_rows(self.layer),
+            status=batch.status,
+        )
         batch.appended.add(self.layer)
-        if len(batch.appended) == self._layout.shape.num_layers:
-            self._mark_rows(batch)
+        if host is not None and len(batch.appended) == self._layout.shape.num_layers:
+            self._mark_rows(host, batch)
 
     def attend(self, q: Tensor, topk: Tensor, batch: RowBatch, scaling: float) -> Tensor:
         """Sparse MLA over the rows that `topk` names.
 
         Args:
-            q: absorbed queries [n, heads, row_elems] (latent part, then rope part).
+            q: absorbed queries [n, heads, latent + rope] (latent part, then rope part).
             topk: int32 or int64 [n, k] positions; -1 or outside [0, position] = none. Of a follower: its leader's.
             batch: the same object for every layer of a forward.
             scaling: factor of the scores.
         Returns:
             [n, heads, latent_dim] in q's dtype; zero for a row without any valid position.
         Raises:
-            InvariantError: a position is neither resident nor on the host, or a follower attends before its leader.
+            InvariantError: a follower attends before its leader, or a position is neither resident nor on the host (with
+                `batch.status` that is NO_PAGE).
         """
         found = self._runtime.resolve(self.layer, topk, batch)
-        host_rows = None if found.host_ids is None or self._host is None else self._host.rows(self.layer)
+        history, history_ids, copied = None, None, None
+        if found.host_ids is not None and self._history is not None:
+            history, history_ids, copied = self._history.rows(self.layer, topk, found.host_ids, batch)
         out: Tensor
         out, gathered = self._ops.sparse_mla(
             q,
             self._view.rows,
-            found.shifted(self._view.row_offset),
+            found.row_ids,
             scaling,
             self._layout.row.latent_dim,
-            host_rows=host_rows,
-            host_ids=found.host_ids,
+            row_delta=self._view.row_offset - found.row_offset,
+            host_rows=history,
+            host_ids=history_ids,
         )
-        if host_rows is not None:
-            self._counters.add("prefill_host_rows", batch.seats, gathered)
+        if history is not None:
+            self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied)
         return out
 
-    def _row_ids(self, batch: RowBatch) -> Tensor:
-        """int64 [m]: where the batch's writing rows go in this layer; the part that layers share is computed once."""
-        key = f"resident{self._group}"
-        base: Tensor | None = batch.targets.get(key)
-        if base is None:
-            seats, positions = batch.seats[batch.write_index].long(), batch.positions[batch.write_index]
-            size = self._layout.block_size
-            blocks = self._tables.resident(self._group)[seats, positions // size].long()
-            if bool((blocks <= 0).any()):
-                bad = int((blocks <= 0).nonzero()[0])
-                raise InvariantError(
-                    f"layer {self.layer} writes position {int(positions[bad])} of seat {int(seats[bad])}, "
-                    f"which has no page in resident group {self._group}"
-                )
-            base = batch.targets[key] = blocks * self._layout.rows_per_block + positions % size
-        ids: Tensor = base + self._view.row_offset
-        return ids
-
-    def _host_ids(self, batch: RowBatch) -> Tensor | None:
-        """int64 [m]: host rows that mirror the writing rows, -1 = not mirrored; None = no row is."""
-        if not self._mirrors:
-            return None
-        if "mirror" not in batch.targets:
-            seats, positions = batch.seats[batch.write_index].long(), batch.positions[batch.write_index]
-            size = self._layout.block_size
-            blocks = self._tables.mirrors[seats, positions // size].long()
-            ids = torch.where(blocks > 0, blocks * size + positions % size, -1)
-            batch.targets["mirror"] = ids if bool((ids >= 0).any()) else None
-        ids_or_none: Tensor | None = batch.targets["mirror"]
-        return ids_or_none
-
-    def _mark_rows(self, batch: RowBatch) -> None:
-        ids: Tensor | None = batch.targets.get("mirror")
-        if ids is not None and self._host is not None:
-            written = ids[ids >= 0].cpu().numpy()
-            size = self._layout.block_size
-            self._host.set_rows(written // size, written % size)
+    def _mark_rows(self, host: HostPool, batch: RowBatch) -> None:
+        """Every layer has the batch's rows: sets their bits in the row masks, and counts what was mirrored."""
+        size, mirrors = self._layout.block_size, self._tables.mirrors
+        self._ops.mark_rows(batch.seats, batch.positions, batch.writes, mirrors, host.device_masks, block_size=size)
+        page = mirrors[batch.seats.long().clamp(min=0), batch.positions // size]
+        mirrored = (page > 0) & batch.writes & (batch.seats >= 0)
+        self._counters.add("mirrored_rows", batch.seats, mirrored * self._layout.shape.num_layers)

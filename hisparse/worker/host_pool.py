@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +20,10 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout import KVCacheLayout
-from hisparse.worker import host_memory
+from hisparse.worker import host_memory, pinned
+from hisparse.worker.host_head import HEAD, PAGE_BYTES, PAGE_HEADER, body_offset, head_problem, total_bytes, write_head
 
-PAGE_BYTES = mmap.PAGESIZE
 POPULATE_CHUNK_BYTES = 256 << 20
-KEY_BYTES = 32
-_PAGE_HEADER = np.dtype(
-    [("key", np.uint8, (KEY_BYTES,)), ("row_mask", "<u8"), ("generation", "<u8"), ("incarnation", "<u8")]
-)
-_HEAD = struct.Struct("<8s32sQQQ")
-"""Magic, layout fingerprint, number of blocks, offset of the body, ready flag."""
-_MAGIC = b"hisparp1"
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
@@ -47,6 +39,8 @@ class HostPool:
         path: file behind a shared pool, else None.
         keys: numpy uint8 [num_blocks, 32]; row_masks, generations, incarnations: numpy uint64 [num_blocks] (views).
         address, nbytes: of the body, page-aligned.
+        device_masks: int64 [num_blocks], where `mark_rows` sets bits. Once pinned, on the device: a page's mask is then this
+            or'ed with `row_masks`, which has what the CPU knows (imports, completed spills). Else it *is* `row_masks`.
     """
 
     def __init__(
@@ -65,17 +59,19 @@ class HostPool:
         self.nbytes = num_blocks * layout.host_block_bytes
         self._memory: mmap.mmap | None = memory
         self._fd = fd
-        start = _body_offset(num_blocks)
-        header = np.frombuffer(memory, dtype=_PAGE_HEADER, count=num_blocks, offset=PAGE_BYTES)
+        start = body_offset(num_blocks)
+        header = np.frombuffer(memory, dtype=PAGE_HEADER, count=num_blocks, offset=PAGE_BYTES)
         self.keys: np.ndarray[Any, Any] = header["key"]
         self.row_masks: np.ndarray[Any, Any] = header["row_mask"]
         self.generations: np.ndarray[Any, Any] = header["generation"]
         self.incarnations: np.ndarray[Any, Any] = header["incarnation"]
         body = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
         self.address = body.data_ptr()
-        self._layers: tuple[Tensor, ...] = tuple(
-            body.view(getattr(torch, layout.row.dtype)).view(layout.shape.num_layers, -1, layout.row.row_elems)
-        )
+        self._layers: tuple[Tensor, ...] = self._by_layer(body)
+        self._pinned: pinned.PinnedMemory | None = None
+        self._device_layers = self._layers
+        self.device_masks = torch.from_numpy(self.row_masks.view(np.int64))
+        self._held_by: list[str] = []
 
     # ---- making one
     @classmethod
@@ -98,17 +94,13 @@ class HostPool:
         Raises:
             ConfigError: not enough memory, with the numbers; nothing was allocated.
         """
-        total = _total_bytes(layout, num_blocks)
+        total = total_bytes(layout, num_blocks)
         what = f"a private host pool on each of {ranks_on_node} ranks" if ranks_on_node > 1 else "the private host pool"
         host_memory.check_memory(total * ranks_on_node, what=what, available_bytes=available_bytes)
         memory = mmap.mmap(-1, total)
         if populate or poison:
-            for first in range(0, total, POPULATE_CHUNK_BYTES):
-                size = min(POPULATE_CHUNK_BYTES, total - first)
-                np.frombuffer(memory, dtype=np.uint8, count=size, offset=first)[::PAGE_BYTES] = 0
-                if progress is not None:
-                    progress(first + size, total)
-        _write_head(memory, layout, num_blocks)
+            host_memory.populate(memory, total, chunk_bytes=POPULATE_CHUNK_BYTES, progress=progress)
+        write_head(memory, layout, num_blocks)
         pool = cls(layout, num_blocks, memory)
         if poison:
             pool.poison()
@@ -132,7 +124,7 @@ class HostPool:
         Raises:
             ConfigError: the path exists, or there is no room (needed, free, path, fix); no file is left behind.
         """
-        path, total = Path(path), _total_bytes(layout, num_blocks)
+        path, total = Path(path), total_bytes(layout, num_blocks)
         host_memory.check_file_room(path, total, available_bytes)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -159,7 +151,7 @@ class HostPool:
         pool = cls(layout, num_blocks, memory, path=path, fd=fd)
         if poison:
             pool.poison()
-        _write_head(memory, layout, num_blocks)
+        write_head(memory, layout, num_blocks)
         return pool
 
     @classmethod
@@ -169,13 +161,13 @@ class HostPool:
         Raises:
             ConfigError: the file does not appear, does not become ready in time, or has another layout or size.
         """
-        path, total, deadline = Path(path), _total_bytes(layout, num_blocks), time.monotonic() + timeout_s
+        path, total, deadline = Path(path), total_bytes(layout, num_blocks), time.monotonic() + timeout_s
         why = "it does not exist"
         while True:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    why = _head_problem(os.pread(fd, _HEAD.size, 0), layout, num_blocks)
+                    why = head_problem(os.pread(fd, HEAD.size, 0), layout, num_blocks)
                     if not why:
                         if os.fstat(fd).st_size != total:
                             raise ConfigError(
@@ -196,6 +188,88 @@ class HostPool:
                     "is its owner (the keeper) alive, and built from the same configuration?"
                 )
             time.sleep(0.02)
+
+    # ---- memory of a device
+    def pin(
+        self,
+        device: str | torch.device,
+        *,
+        registrar: pinned.Registrar | None = None,
+        chunk_bytes: int = pinned.CHUNK_BYTES,
+        progress: Progress | None = None,
+    ) -> None:
+        """Registers the body with a device, so that its kernels read and write host rows in place (`device_rows`).
+
+        Comes before anybody else registers the memory (`hold`). On the CPU there is nothing to do.
+
+        Args:
+            registrar: default CUDA's. chunk_bytes: most bytes of one registration. progress: after each.
+        Raises:
+            ConfigError: the limit of locked memory is too low, or a chunk was refused; nothing is registered.
+            InvariantError: closed, pinned already, or held.
+        """
+        device = torch.device(device)
+        if device.type == "cpu" and registrar is None:
+            return
+        if self._memory is None or self._pinned is not None or self._held_by:
+            state = "closed" if self._memory is None else "pinned already" if self._pinned else f"held by {self._held_by}"
+            raise InvariantError(f"the host pool cannot be pinned: it is {state}; CUDA registers first")
+        if registrar is None:
+            from hisparse.ops.cuda import mapped
+
+            registrar = mapped
+        if device.index is None and device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        size = -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+        host_memory.check_memlock(size, 1)
+        with host_memory.pin_turn():
+            self._pinned = pinned.pin(
+                self.address, size, unit_bytes=self.layout.layer_page_bytes, page_bytes=PAGE_BYTES, device=device,
+                registrar=registrar, chunk_bytes=chunk_bytes, progress=progress,
+            )
+        self._device_layers = self._by_layer(self._pinned.tensor[: self.nbytes])
+        self.device_masks = torch.zeros(self.num_blocks, dtype=torch.int64, device=self._pinned.tensor.device)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned is not None
+
+    def device_rows(self, layer: int) -> Tensor:
+        """`rows(layer)` as operations of the device take it: the same bytes. Unless pinned, that is `rows(layer)`."""
+        if self._memory is None:
+            raise InvariantError("the host pool is closed")
+        return self._device_layers[layer]
+
+    @property
+    def device_body(self) -> Tensor:
+        """[num_layers * num_blocks * block_size, row_elems]: `device_rows` of all layers, one behind the other."""
+        rows = self.device_rows(0)
+        return rows.as_strided((len(self._device_layers) * rows.shape[0], rows.shape[1]), rows.stride())
+
+    def hold(self, owner: str) -> None:
+        """`owner` has registered this memory, too: until `release` it can be neither pinned nor unpinned nor closed."""
+        if self._memory is None:
+            raise InvariantError(f"{owner} registers a host pool that is closed")
+        self._held_by.append(owner)
+
+    def release(self, owner: str) -> None:
+        """Ends one `hold`. Raises InvariantError when `owner` does not hold."""
+        if owner not in self._held_by:
+            raise InvariantError(f"{owner} releases a host pool that it does not hold (held by {self._held_by})")
+        self._held_by.remove(owner)
+
+    def unpin(self) -> None:
+        """Ends the registration, after everybody else's and when no kernel uses it any more. Idempotent.
+
+        Raises:
+            InvariantError: held, or the driver refused.
+        """
+        if self._pinned is not None:
+            self._check_not_held("unpinned")
+            memory, self._pinned = self._pinned, None
+            self._device_layers = self._layers
+            self.device_masks = torch.from_numpy(self.row_masks.view(np.int64))
+            memory.unpin()
 
     # ---- contents
     def rows(self, layer: int) -> Tensor:
@@ -229,14 +303,21 @@ class HostPool:
 
     # ---- life
     def close(self) -> None:
-        """Drops this process's mapping (when the last view of it is gone) and lock. Idempotent."""
+        """Ends the registration, drops this process's mapping (when its last view is gone) and lock. Idempotent.
+
+        Raises:
+            InvariantError: somebody holds it (NIXL is deregistered first).
+        """
         if self._memory is None:
             return
+        self._check_not_held("closed")
+        self.unpin()
         # torch does not export the buffer it borrows, so an explicit unmap would pull it from under live views;
         # the mapping ends with its last reference
         self._memory = None
-        self._layers = ()
-        nothing = np.zeros(0, dtype=_PAGE_HEADER)
+        self._layers = self._device_layers = ()
+        nothing = np.zeros(0, dtype=PAGE_HEADER)
+        self.device_masks = torch.zeros(0, dtype=torch.int64)
         self.keys, self.row_masks = nothing["key"], nothing["row_mask"]
         self.generations, self.incarnations = nothing["generation"], nothing["incarnation"]
         if self._fd is not None:
@@ -248,34 +329,10 @@ class HostPool:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
+    def _by_layer(self, body: Tensor) -> tuple[Tensor, ...]:
+        layout = self.layout
+        return tuple(body.view(getattr(torch, layout.row.dtype)).view(layout.shape.num_layers, -1, layout.row.row_elems))
 
-def _body_offset(num_blocks: int) -> int:
-    """Page-aligned, behind one page for the head and the page headers."""
-    return PAGE_BYTES + -(-num_blocks * _PAGE_HEADER.itemsize // PAGE_BYTES) * PAGE_BYTES
-
-
-def _total_bytes(layout: KVCacheLayout, num_blocks: int) -> int:
-    if num_blocks < 2:
-        raise ConfigError(f"a host pool needs at least 2 pages (one is the null block), got {num_blocks}")
-    body = num_blocks * layout.host_block_bytes
-    return _body_offset(num_blocks) + -(-body // PAGE_BYTES) * PAGE_BYTES
-
-
-def _write_head(memory: mmap.mmap, layout: KVCacheLayout, num_blocks: int) -> None:
-    """The ready flag is part of the last write of whoever makes the pool."""
-    memory[: _HEAD.size] = _HEAD.pack(_MAGIC, layout.fingerprint().encode(), num_blocks, _body_offset(num_blocks), 1)
-
-
-def _head_problem(head: bytes, layout: KVCacheLayout, num_blocks: int) -> str:
-    """Why a pool is not ready yet ('' = it is). Raises ConfigError when it never will be."""
-    if len(head) < _HEAD.size or head[:8] == bytes(8):
-        return "its owner has not finished creating it"
-    magic, fingerprint, blocks, body, ready = _HEAD.unpack(head)
-    if magic != _MAGIC:
-        raise ConfigError(f"this is no host pool of this version (magic {magic!r})")
-    if fingerprint != layout.fingerprint().encode() or blocks != num_blocks or body != _body_offset(num_blocks):
-        raise ConfigError(
-            f"the shared host pool holds {blocks} pages of layout {fingerprint.decode()}, expected {num_blocks} of "
-            f"{layout.fingerprint()}; every rank must use the configuration its keeper has"
-        )
-    return "" if ready else "its owner has not finished creating it"
+    def _check_not_held(self, what: str) -> None:
+        if self._held_by:
+            raise InvariantError(f"the host pool cannot be {what} while {', '.join(self._held_by)} has it registered")

@@ -1,65 +1,56 @@
-"""Indexer keys in their GPU pages: written by position, gathered dense for the model's indexer."""
+"""Indexer keys in their GPU pages: written by position, scored against queries where they lie."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hisparse.errors import InvariantError
+from hisparse import ops
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.tables import KVTables
 
 
 class IndexerPages:
-    """Keys of every layer that owns an indexer. `i` counts those layers (0 .. len(layout.indexer.layers) - 1)."""
+    """Keys of every layer that owns an indexer. `i` counts those layers (0 .. len(layout.indexer.layers) - 1).
+
+    Stream: the current one; on CUDA nothing waits for the device, and a decode batch may be captured in a graph.
+    """
 
     def __init__(self, cache: DeviceCache, tables: KVTables) -> None:
         self._tables = tables
-        self._size = cache.layout.block_size
+        self._ops = ops.backend(cache.device)
         self._keys = [cache.indexer_keys(i) for i in range(len(cache.layout.indexer.layers))]
 
     def write(self, i: int, keys: Tensor, batch: RowBatch) -> None:
         """Stores `keys` [n, index_head_dim] of the batch's rows; rows that do not write are skipped.
 
         Raises:
-            InvariantError: a written position has no indexer page.
+            InvariantError: a written position has no indexer page (with `batch.status` that is NO_INDEXER_PAGE).
         """
-        at = batch.targets.get("indexer")
-        if at is None:
-            index = batch.write_index
-            seats, positions = batch.seats[index].long(), batch.positions[index]
-            blocks = self._tables.indexer[seats, positions // self._size].long()
-            if bool((blocks <= 0).any()):
-                bad = int((blocks <= 0).nonzero()[0])
-                raise InvariantError(f"seat {int(seats[bad])} has no indexer page for position {int(positions[bad])}")
-            at = batch.targets["indexer"] = (blocks, positions % self._size)
-        index = batch.write_index
-        self._keys[i][at[0], at[1]] = keys.index_select(0, index).to(self._keys[i].dtype)
+        self._ops.write_keys(
+            keys, self._keys[i], self._tables.indexer, batch.seats, batch.positions, batch.writes, status=batch.status
+        )
 
-    def gather(self, i: int, seats: Tensor, num_tokens: int | Tensor, width: int | None = None) -> Tensor:
-        """Keys of positions [0, num_tokens) of each seat, zero beyond (nothing unwritten is ever returned).
+    def top_k(self, i: int, q: Tensor, weights: Tensor, batch: RowBatch, top_k: int, scale: float) -> Tensor:
+        """The positions of each row's context that score best.
 
         Args:
-            seats: int [B]; -1 = padding, all zero.
-            num_tokens: tokens each seat holds, one for all or int [B].
-            width: columns of the result; default the largest of `num_tokens`.
+            q: [n, heads, index_head_dim]. weights: float32 [n, heads]. scale: of the dot products.
         Returns:
-            [B, width, index_head_dim] in the indexer's dtype.
+            int32 [n, min(top_k, batch.max_len)], ascending, -1 behind; all -1 for padding rows.
         Raises:
-            InvariantError: a page below num_tokens is missing.
+            InvariantError: a page of a context is missing (with `batch.status` that is NO_INDEXER_PAGE).
         """
-        lengths = torch.as_tensor(num_tokens, dtype=torch.int64).expand(seats.shape[0])
-        if width is None:
-            width = int(lengths.max()) if lengths.numel() else 0
-        keys, size = self._keys[i], self._size
-        pages = -(-width // size)
-        held = torch.arange(pages) * size < lengths[:, None]
-        held &= (seats >= 0)[:, None]
-        blocks = torch.where(held, self._tables.indexer[seats.long().clamp(min=0), :pages].long(), 0)
-        if bool((held & (blocks <= 0)).any()):
-            row, page = (held & (blocks <= 0)).nonzero()[0].tolist()
-            raise InvariantError(f"seat {int(seats[row])} has no indexer page {page} of {int(lengths[row])} tokens")
-        out = keys.index_select(0, blocks.reshape(-1)).view(seats.shape[0], pages * size, keys.shape[2])[:, :width]
-        valid = (torch.arange(width) < lengths[:, None]) & (seats >= 0)[:, None]
-        return torch.where(valid[..., None], out, torch.zeros((), dtype=keys.dtype))
+        out: Tensor = self._ops.index_topk(
+            q,
+            weights,
+            self._keys[i],
+            self._tables.indexer,
+            batch.seats,
+            batch.context_len,
+            min(top_k, batch.max_len),
+            scale,
+            max_len=batch.max_len,
+            status=batch.status,
+        )
+        return out

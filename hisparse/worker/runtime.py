@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hisparse import ops
@@ -12,7 +13,10 @@ from hisparse.worker.batch import RowBatch
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.host_pool import HostPool
+from hisparse.worker.streams import Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
+
+_TIERS = ("resident_rows", "hot_rows", "miss_rows")
 
 
 class HiSparseRuntime:
@@ -36,6 +40,7 @@ class HiSparseRuntime:
         host_pool: HostPool | None,
         tables: KVTables,
         counters: Counters,
+        streams: Streams,
     ) -> None:
         self.index_group = index_group
         self.leader = layout.shape.index_groups[index_group].leader
@@ -45,7 +50,12 @@ class HiSparseRuntime:
         self._host = host_pool
         self._tables = tables
         self._counters = counters
+        self._streams = streams
         self._ops = ops.backend(cache.device)
+        groups = layout.shape.index_groups
+        self._layers_of_group: Tensor | None = None
+        if index_group == len(groups) - 1:
+            self._layers_of_group = torch.tensor([len(group.layers) for group in groups], device=cache.device)
         self.state: HotState | None = None
         if host_pool is not None:
             slots = tables.hot(self.hot_group).shape[1] * layout.block_size
@@ -54,29 +64,29 @@ class HiSparseRuntime:
     def resolve(self, layer: int, topk: Tensor, batch: RowBatch) -> Resolution:
         """Where the rows that `topk` [n, k] names are, in the rows of `layer` once its copies are made.
 
-        The leader resolves and leaves the Resolution in `batch.plans`; a follower takes it from there and repeats the
-        leader's copies in its own rows (`topk` is the leader's and is not looked at again).
-        Mutates the hot state, hot rows of `layer`, and `batch.plans`.
+        The leader resolves, leaves the Resolution in `batch.plans`, and has its copies repeated in the rows of every follower
+        at once, beside the layers in between; a follower takes the Resolution from there and waits for its copies
+        (`topk` is the leader's and is not looked at again).
+        Mutates the hot state, hot rows of the group's layers, and `batch`. Stream: the current one, and *prefetch* for
+        followers; the CPU waits for none.
         Raises:
-            InvariantError: no page behind a position, a region too small for a request's first row, a follower without
-                its leader's plan, or a leader twice in one batch.
+            InvariantError: a follower without its leader's plan, or a leader twice in one batch. Without `batch.status`
+                also: no page behind a position, or a region too small for a request's first row; with it those are
+                NO_PAGE, NO_HOT_BLOCK and NO_FIT.
         """
-        layout = self._layout
         found: Resolution | None = batch.plans.get(self.index_group)
         if layer != self.leader:
             if found is None:
                 raise InvariantError(f"layer {layer} attends before its leader, layer {self.leader}, did in this batch")
-            if found.plan.count and self._host is not None:
-                delta = layout.layer_row_offset[layer] - found.row_offset
-                self._ops.replay(found.plan, delta, self._cache.rows, self._host.rows(layer))
+            if layer in batch.prefetched:
+                self._streams.wait(batch.prefetched[layer], Place.COMPUTE)
         else:
             if found is not None:
                 raise InvariantError(f"layer {layer} attends twice in one batch; make a RowBatch for each forward")
             found = batch.plans[self.index_group] = self._resolve_leader(topk, batch)
-        self._counters.add("resident_rows", batch.seats, found.resident)
-        if self.state is not None and not batch.plain_tables and not batch.is_prefill:
-            self._counters.add("hot_rows", batch.seats, found.hot)
-            self._counters.add("miss_rows", batch.seats, found.miss)
+            if self._uses_hot_region(batch):
+                self._prefetch(found, batch)
+            self._count(found, batch)
         return found
 
     def reset(self, seat: int, from_slot: int, from_position: int) -> None:
@@ -95,7 +105,7 @@ class HiSparseRuntime:
         row_offset = layout.layer_row_offset[self.leader]
         if topk.shape[0] != batch.num_rows:
             raise InvariantError(f"top-k of {topk.shape[0]} rows for a batch of {batch.num_rows}")
-        if self._host is None or self.state is None or batch.plain_tables or batch.is_prefill:
+        if self._host is None or self.state is None or not self._uses_hot_region(batch):
             source = None if self._host is None or batch.plain_tables else tables.source
             by_page: Resolution = self._ops.resolve_pages(
                 topk,
@@ -106,6 +116,7 @@ class HiSparseRuntime:
                 block_size=layout.block_size,
                 rows_per_block=layout.rows_per_block,
                 row_offset=row_offset,
+                status=batch.status,
             )
             return by_page
         hot_rows = tables.hot_rows[self.hot_group]
@@ -122,11 +133,39 @@ class HiSparseRuntime:
             rows_per_block=layout.rows_per_block,
             row_offset=row_offset,
             rows=self._cache.rows,
-            host_rows=self._host.rows(self.leader),
+            host_rows=self._host.device_rows(self.leader),
+            status=batch.status,
         )
-        if not bool(found.fits.all()):
+        if batch.status is None and not bool(found.fits.all()):
             self._check_first_rows(found.fits, batch, hot_rows)
         return found
+
+    def _prefetch(self, found: Resolution, batch: RowBatch) -> None:
+        """The followers' copies, in the order in which their layers come."""
+        assert self._host is not None
+        layout, streams = self._layout, self._streams
+        followers = [layer for layer in layout.shape.index_groups[self.index_group].layers if layer != self.leader]
+        if not followers:
+            return
+        streams.wait(streams.record(StepEvent.PLAN_READY, Place.COMPUTE), Place.PREFETCH)
+        with streams.on(Place.PREFETCH):
+            for layer in followers:
+                delta = layout.layer_row_offset[layer] - found.row_offset
+                self._ops.replay(found.plan, delta, self._cache.rows, self._host.device_rows(layer))
+                batch.prefetched[layer] = streams.record(StepEvent.PREFETCHED, Place.PREFETCH)
+
+    def _uses_hot_region(self, batch: RowBatch) -> bool:
+        return self.state is not None and not batch.plain_tables and not batch.is_prefill
+
+    def _count(self, found: Resolution, batch: RowBatch) -> None:
+        """What served each row, for every layer of the group since they all read the same rows. The last group adds them all
+        up, in a few launches instead of a dozen for each group."""
+        batch.tiers += (found.resident, found.hot, found.miss)
+        weights = self._layers_of_group
+        if weights is not None and len(batch.tiers) == len(_TIERS) * weights.shape[0]:
+            tiers = torch.stack(batch.tiers).view(-1, len(_TIERS), batch.num_rows)
+            for field, counts in zip(_TIERS, (tiers * weights[:, None, None]).sum(0)):
+                self._counters.add(field, batch.seats, counts)
 
     def _check_first_rows(self, fits: Tensor, batch: RowBatch, hot_rows: Tensor) -> None:
         """A later verification row may be refused (its drafts are then not accepted); the first one must fit."""

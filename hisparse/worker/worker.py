@@ -5,11 +5,11 @@ Knows transfer ids and physical coordinates, never a request. Allocates no block
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hisparse import ops
 from hisparse.config import CacheConfig
@@ -19,20 +19,29 @@ from hisparse.layout import NULL_BLOCK, KVCacheLayout
 from hisparse.types import (
     AckKind,
     HiSparseWorkerOutput,
+    NewBlocks,
     PageCopy,
     PageRestore,
+    SeatReset,
     SparseKVOffloadCommand,
     SparseKVPageTransfer,
     TransferAck,
 )
-from hisparse.worker.copy_queue import CopyQueue
+from hisparse.worker import host_memory
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import POISON_BYTE, DeviceCache
 from hisparse.worker.handle import HiSparseCacheHandle
+from hisparse.worker.history import History
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
+from hisparse.worker.page_copies import PageCopies
+from hisparse.worker.peer_writes import PeerWrites
 from hisparse.worker.runtime import HiSparseRuntime
+from hisparse.worker.staging import PinnedRing
+from hisparse.worker.streams import Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
+
+_log = logging.getLogger(__name__)
 
 
 class HiSparseWorker:
@@ -41,13 +50,15 @@ class HiSparseWorker:
     Args:
         is_writer: this rank writes the host pool. With a shared pool only one rank does, and the others send no
             acknowledgement of spills. A peer may read a host page once the writer's completion of it was acknowledged,
-            which is before any command lets it be read: peers need no event of their own.
-        deadline_s: longest wait for a fenced copy.
-        copy_hook: see CopyQueue.
+            which is before any command lets it be read. Only what a command copies inside the pool needs `host_writes`.
+        streams, staging: of the rank, shared with tables and counters.
+        deadline_s: longest wait for a fenced copy (CPU), and for the device at shutdown.
+        copy_hook: see CopyQueue and StreamCopies.
         poison_new_blocks: fill device blocks with NaN when they are handed out (tests).
 
     Attributes:
         copies: the queue of spills.
+        host_writes: recorded by the writer behind a command's copies inside the pool; peers wait for it, see PeerWrites.
     """
 
     def __init__(
@@ -59,6 +70,8 @@ class HiSparseWorker:
         tables: KVTables,
         runtimes: Sequence[HiSparseRuntime],
         counters: Counters,
+        streams: Streams,
+        staging: PinnedRing,
         rank: int,
         incarnation: int,
         is_writer: bool,
@@ -77,21 +90,28 @@ class HiSparseWorker:
         self._runtimes = runtimes
         self._counters = counters
         self._deadline_s = deadline_s
+        self._streams = streams
+        self._staging = staging
         self._ops = ops.backend(cache.device)
-        self._views = [cache.view(layer) for layer in range(layout.shape.num_layers)]
         self._after_forward: list[SparseKVPageTransfer] = []
         self._in_flight: dict[int, SparseKVPageTransfer] = {}
         self._acks: list[TransferAck] = []
         self._step = -1
         self._closed = False
-        self.copies = CopyQueue(name=f"hisparse-copy-{rank}", hook=copy_hook)
+        self._pages = PageCopies(
+            layout, cache=cache, host=host_pool, streams=streams, staging=staging, hook=copy_hook, name=f"hisparse-copy-{rank}"
+        )
+        self.copies = self._pages.queue
+        self.host_writes = PeerWrites(cache.device)
 
     # ---- the step
     def start_step(self, command: SparseKVOffloadCommand | None) -> None:
         """Applies the command in the order of its fields. None = nothing to do (and nothing is mirrored).
 
+        Stream: compute (torch's current one), and the DMA stream for spills. On CUDA nothing waits for the device: a fence
+        makes the compute stream wait. On the CPU it makes the caller wait.
         Raises:
-            InvariantError: a step out of order, an id outside a table or pool. TransferError: a fenced copy is late.
+            InvariantError: a step out of order, an id outside a table or pool. TransferError (CPU): a fenced copy is late.
         """
         if command is None:
             self._tables.apply_mirrors(())
@@ -102,33 +122,38 @@ class HiSparseWorker:
             raise InvariantError(f"step {command.step} starts before end_step of step {self._step}")
         self._step = command.step
         self._cache.store_generations(command.new_device_blocks.ids, command.new_device_blocks.generations)
-        if self.is_writer:
-            self._host.hand_out(command.new_host_blocks.ids, command.new_host_blocks.generations, self.incarnation)
-        for fence in command.fences:
-            self.copies.wait(fence.transfer_id, self._deadline_s)
-        if self.poison_new_blocks:
-            self._cache.poison_blocks(list(command.new_device_blocks.ids))
-        self._tables.apply(command.table_updates)
-        self._tables.apply_hot_rows(command.hot_rows)
-        for reset in command.seat_resets:
-            for runtime in self._runtimes:
-                if reset.hot_group in (-1, runtime.hot_group):
-                    runtime.reset(reset.seat, reset.from_slot, reset.from_position)
-        for copy in command.page_copies:
-            self._copy_page(copy)
-        self._restore(command.restores)
-        self._tables.apply_mirrors(command.mirrors)
-        for spill in command.spills:
-            if spill.after_forward:
-                self._after_forward.append(spill)
-            else:
-                self._spill(spill)
+        self._hand_out(command.new_host_blocks)
+        for transfer_id in dict.fromkeys(fence.transfer_id for fence in command.fences):
+            self.copies.wait(transfer_id, self._deadline_s)
+        if self.poison_new_blocks and command.new_device_blocks.ids:
+            (blocks,) = self._staging.upload(np.array(command.new_device_blocks.ids, dtype=np.int64))
+            self._cache.poison_blocks(blocks)
+        # Nothing before the forward reads a table, so that mirrors may come with the others.
+        self._tables.apply_step(command.table_updates, command.hot_rows, command.mirrors)
+        self._reset_seats(command.seat_resets)
+        self._copy_pages(command.page_copies, command.restores)
+        self._spill([spill for spill in command.spills if not spill.after_forward], StepEvent.COMMAND_APPLIED)
+        self._after_forward = [spill for spill in command.spills if spill.after_forward]
 
     def end_step(self) -> None:
-        """Queues the spills that go behind the forward."""
+        """Queues the spills that go behind the forward, and sends the step's counts on their way."""
         spills, self._after_forward = self._after_forward, []
-        for spill in spills:
-            self._spill(spill)
+        self._spill(spills, StepEvent.FORWARD_DONE)
+        self._counters.snapshot()
+
+    def follow_writer(self, handle: bytes) -> None:
+        """A peer of a shared pool: from now on `wait_for_writer` waits for the rank whose `host_writes.handle` this is."""
+        if not self.is_writer:
+            self.host_writes = PeerWrites(self._cache.device, handle)
+
+    def wait_for_writer(self) -> None:
+        """The compute stream waits for what this step's command copied inside the pool. The writer has nothing to wait for.
+
+        Call it on every rank in a step that copies host pages, when every rank has come out of `start_step`. The CPU does not
+        wait.
+        """
+        if not self.is_writer:
+            self.host_writes.wait()
 
     def output(self) -> HiSparseWorkerOutput:
         """Acknowledgements and counts since the last call. Never blocks."""
@@ -146,72 +171,70 @@ class HiSparseWorker:
         )
 
     def shutdown(self) -> None:
-        """Runs the queued copies, ends the copy thread, closes the host pool (does not unlink it). Idempotent."""
+        """Runs the queued copies, ends their queue, closes the host pool (does not unlink it). Idempotent.
+
+        Raises:
+            TransferError: copies, or the device, did not end in time; the pool stays open then.
+            InvariantError: somebody else has the pool registered: shut P/D down first.
+        """
         if not self._closed:
-            self._closed = True
             self.copies.close(self._deadline_s)
+            self._streams.drain(self._deadline_s)
             self._host.close()
+            self._closed = True
 
     def check(self) -> None:
-        """Raises InvariantError unless hot states agree with tables and the null block was never written."""
+        """Raises InvariantError unless hot states agree with tables and the null block was never written. Synchronises."""
+        self._tables.check()
         for runtime in self._runtimes:
             runtime.check()
         if self._cache.poison and bool((self._cache.bytes[NULL_BLOCK] != POISON_BYTE).any()):
             raise InvariantError("the null block of the device cache was written")
 
-    # ---- copies
-    def _spill(self, spill: SparseKVPageTransfer) -> None:
-        if not self.is_writer:
+    # ---- parts of a step
+    def _hand_out(self, blocks: NewBlocks) -> None:
+        if self.is_writer:
+            self._host.hand_out(blocks.ids, blocks.generations, self.incarnation)
+            self._pages.hand_out(blocks.ids)
+
+    def _reset_seats(self, resets: Sequence[SeatReset]) -> None:
+        """One upload, and one launch for each index group."""
+        if not resets:
             return
-        if (
-            not 0 < spill.host_block < self._host.num_blocks
-            or len(spill.device_blocks) != self._layout.num_resident_groups
-        ):
-            raise InvariantError(
-                f"spill {spill.id}: host block {spill.host_block} of {self._host.num_blocks}, device blocks "
-                f"{spill.device_blocks} for {self._layout.num_resident_groups} resident groups"
-            )
-        self._in_flight[spill.id] = spill
-        self.copies.submit(spill.id, lambda: self._run_spill(spill))
-        self._ack(spill.id, AckKind.ENQUEUED)
+        groups = sorted({runtime.hot_group for runtime in self._runtimes})
+        rows = {
+            g: np.array([r[:3] for r in resets if r.hot_group in (-1, g)], dtype=np.int32).reshape(-1, 3) for g in groups
+        }
+        uploaded = dict(zip(groups, self._staging.upload(*(rows[g] for g in groups)), strict=True))
+        for runtime in self._runtimes:
+            if runtime.state is not None and rows[runtime.hot_group].size:
+                self._ops.reset_seats(runtime.state, uploaded[runtime.hot_group])
 
-    def _run_spill(self, spill: SparseKVPageTransfer) -> int:
-        """In the copy thread: copies the page if asked to, and returns the page's row mask."""
-        masks, page = self._host.row_masks, spill.host_block
-        if spill.copy_bytes:
-            first = page * self._layout.block_size
-            for layer, view in enumerate(self._views):
-                block = spill.device_blocks[self._layout.layer_group[layer]]
-                self._host.rows(layer)[first : first + self._layout.block_size].copy_(view.page(block))
-            masks[page] = self._host.full_mask
-        return int(masks[page])
+    def _copy_pages(self, copies: Sequence[PageCopy], restores: Sequence[PageRestore]) -> None:
+        self._pages.copy(copies, host_too=self.is_writer)
+        if self.is_writer and any(copy.host_pair is not None for copy in copies):
+            self.host_writes.record()
+        self._counters.restored_rows += self._pages.restore(restores)
+        for transfer_id in [copy.id for copy in copies] + [restore.id for restore in restores]:
+            self._ack(transfer_id, AckKind.COMPLETED)
 
-    def _copy_page(self, copy: PageCopy) -> None:
-        for source, target in copy.device_pairs:
-            self._cache.bytes[target].copy_(self._cache.bytes[source])
-        if copy.host_pair is not None and self.is_writer:
-            source, target = copy.host_pair
-            size, rows = self._layout.block_size, copy.num_rows
-            for layer in range(self._layout.shape.num_layers):
-                host = self._host.rows(layer)
-                host[target * size : target * size + rows].copy_(host[source * size : source * size + rows])
-            kept = int(self._host.row_masks[source]) & ((1 << rows) - 1)
-            self._host.row_masks[target] |= np.uint64(kept)
-        self._ack(copy.id, AckKind.COMPLETED)
-
-    def _restore(self, restores: Sequence[PageRestore]) -> None:
-        """Host to device before the first kernel, pages of equal length together."""
-        layout, size = self._layout, self._layout.block_size
-        for num_rows in sorted({restore.num_rows for restore in restores}):
-            alike = [restore for restore in restores if restore.num_rows == num_rows]
-            host_first = torch.tensor([restore.host_block for restore in alike], dtype=torch.int64) * size
-            blocks = torch.tensor([restore.device_blocks for restore in alike], dtype=torch.int64)
-            for layer, view in enumerate(self._views):
-                first = view.row_ids(blocks[:, layout.layer_group[layer]], torch.zeros((), dtype=torch.int64))
-                self._ops.copy_pages(view.rows, first, self._host.rows(layer), host_first, num_rows)
-            self._counters.restored_rows += len(alike) * num_rows * layout.shape.num_layers
-        for restore in restores:
-            self._ack(restore.id, AckKind.COMPLETED)
+    def _spill(self, spills: Sequence[SparseKVPageTransfer], event: StepEvent) -> None:
+        """Queues spills behind what the compute stream has been given so far, which `event` names."""
+        if not self.is_writer or not spills:
+            return
+        for spill in spills:
+            if (
+                not 0 < spill.host_block < self._host.num_blocks
+                or len(spill.device_blocks) != self._layout.num_resident_groups
+            ):
+                raise InvariantError(
+                    f"spill {spill.id}: host block {spill.host_block} of {self._host.num_blocks}, device blocks "
+                    f"{spill.device_blocks} for {self._layout.num_resident_groups} resident groups"
+                )
+        self._pages.spill(spills, self._streams.record(event, Place.COMPUTE))
+        for spill in spills:
+            self._in_flight[spill.id] = spill
+            self._ack(spill.id, AckKind.ENQUEUED)
 
     def _ack(self, transfer_id: int, kind: AckKind, row_mask: int = 0) -> None:
         self._acks.append(
@@ -235,6 +258,8 @@ class WorkerParts:
     tables: KVTables
     handles: list[HiSparseCacheHandle]
     indexer: IndexerPages
+    streams: Streams
+    staging: PinnedRing
     worker: HiSparseWorker | None
 
 
@@ -273,12 +298,22 @@ def build_worker(
         raise ConfigError(f"the host pool has {host_pool.num_blocks} pages, the coordinator counts {num_host_blocks}")
     hot_max = configured_hot_rows_max(config, layout) if host_pool is not None else (0,) * len(layout.hots)
     cache = DeviceCache(layout, num_device_blocks, device, poison=poison)
-    tables = KVTables(layout, max_seats=max_seats, max_model_len=max_model_len, hot_rows_max=hot_max, device=device)
-    counters = Counters(layout, max_seats, device)
+    if host_pool is not None:
+        host_pool.pin(device, progress=_log_progress)
+    streams = Streams(device)
+    staging = PinnedRing(streams)
+    tables = KVTables(
+        layout, max_seats=max_seats, max_model_len=max_model_len, hot_rows_max=hot_max, device=device,
+        staging=staging if streams.is_cuda else None,
+    )
+    counters = Counters(layout, max_seats, device, streams)
     runtimes = [
-        HiSparseRuntime(layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters)
+        HiSparseRuntime(
+            layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters, streams=streams
+        )
         for index in range(len(layout.shape.index_groups))
     ]
+    history = None if host_pool is None else History(layout, cache=cache, host_pool=host_pool, tables=tables)
     is_writer = host_pool is not None and (rank == 0 or not host_pool.is_shared)
     owner = {layer: runtime for runtime, group in zip(runtimes, layout.shape.index_groups) for layer in group.layers}
     handles = [
@@ -291,6 +326,7 @@ def build_worker(
             runtime=owner[layer],
             counters=counters,
             is_writer=is_writer,
+            history=history,
         )
         for layer in range(layout.shape.num_layers)
     ]
@@ -303,6 +339,8 @@ def build_worker(
             tables=tables,
             runtimes=runtimes,
             counters=counters,
+            streams=streams,
+            staging=staging,
             rank=rank,
             incarnation=incarnation,
             is_writer=is_writer,
@@ -318,5 +356,11 @@ def build_worker(
         tables=tables,
         handles=handles,
         indexer=IndexerPages(cache, tables),
+        streams=streams,
+        staging=staging,
         worker=worker,
     )
+
+
+def _log_progress(done_bytes: int, total_bytes: int) -> None:
+    _log.info("pinned %.1f/%.1f GiB of the host pool", done_bytes / host_memory.GIB, total_bytes / host_memory.GIB)

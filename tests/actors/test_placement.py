@@ -12,13 +12,19 @@ from hisparse.config import HiSparseConfig, load_config
 from hisparse.errors import ConfigError
 
 
-def config(ranks: int = 1) -> HiSparseConfig:
-    return load_config({"model": {"path": "recall"}, "tensor_parallel_size": ranks}, environ={})
+def config(ranks: int = 1, **model: object) -> HiSparseConfig:
+    return load_config({"model": {"path": "recall", **model}, "tensor_parallel_size": ranks}, environ={})
 
 
 def test_two_engines_of_several_ranks_fit_on_two_cores() -> None:
     assert 2 * sum(bundle["CPU"] for bundle in bundles(config(8))) <= 2.0
     assert len(bundles(config(4))) == 5 and 2 * ACTOR_CPUS <= HEAD_CPUS
+
+
+def test_each_rank_on_cuda_gets_a_gpu_or_its_share_of_one() -> None:
+    assert all("GPU" not in bundle for bundle in bundles(config(2)))
+    assert [bundle.get("GPU") for bundle in bundles(config(2, device="cuda"))] == [None, 1.0, 1.0]
+    assert [bundle.get("GPU") for bundle in bundles(config(1, device="cuda", gpu_share=0.5))] == [None, 0.5]
 
 
 def test_b39_the_given_group_is_used_and_none_is_nested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.cache_utils import Cache
 
-from hisparse.config import ModelConfig
+from hisparse.config import ModelConfig, model_shape
 from hisparse.engine.models import hf, seams
 from hisparse.engine.models.hf import HandleLayer, load_network
+from hisparse.engine.models.indexer import PagedIndexer
 from hisparse.engine.parallel import HeadParallel
 from hisparse.errors import ConfigError, InvariantError
+from hisparse.layout import KVCacheLayout
+from hisparse.worker import DeviceCache, IndexerPages, KVTables, RowBatch
 
 VERSION = transformers.__version__.replace(".", r"\.")
 
@@ -72,13 +74,13 @@ def test_attention_that_is_not_given_the_top_k_is_refused() -> None:
 
 def layer_of(tiny_checkpoints, handle=None) -> HandleLayer:
     network, _ = load(tiny_checkpoints["glm5"])
-    return HandleLayer(handle, None, 0, network.model.layers[0].self_attn, HeadParallel())
+    return HandleLayer(handle, network.model.layers[0].self_attn, HeadParallel())
 
 
 def test_expanded_keys_instead_of_latents_are_refused(tiny_checkpoints) -> None:
     """What releases before 5.18 pass: keys of every head."""
     layer = layer_of(tiny_checkpoints)
-    layer.forward = hf._Forward(batch=None, seats=None, lengths=None, num_keys=3)
+    layer.batch = RowBatch.build([0] * 3, range(3))
     with pytest.raises(ConfigError, match=rf"transformers {VERSION} .*expected latents \[B, 1, S, 64\]"):
         layer.update(torch.zeros(1, 4, 3, 48), torch.zeros(1, 4, 3, 32))
 
@@ -89,15 +91,39 @@ def test_the_cache_is_useless_outside_a_forward(tiny_checkpoints) -> None:
         layer.update(torch.zeros(1, 1, 3, 64), torch.zeros(1, 1, 3, 16))
 
 
-def test_masked_positions_are_never_selected() -> None:
-    """HF fills up with future positions; a shared layer gets the same tensor and the same answer."""
-    batch = SimpleNamespace(positions=torch.tensor([2, 0]))
-    now = hf._Forward(batch=batch, seats=None, lengths=None, num_keys=4)
-    indices = torch.tensor([[[3, 1, 0, 2]], [[1, 0, 3, 2]]], dtype=torch.int32)
-    selected = now.select(indices)
-    assert selected.tolist() == [[-1, 1, 0, 2], [-1, 0, -1, -1]]
-    assert now.select(indices) is selected
-    assert now.select(indices.clone()) is not selected
+def test_an_indexer_that_is_not_known_is_refused(tiny_checkpoints) -> None:
+    """Which rope an indexer uses is written nowhere but in its class."""
+    network, _ = load(tiny_checkpoints["ds32"])
+    indexer = network.model.layers[0].self_attn.indexer
+    PagedIndexer(indexer, None, 0, None)
+    with pytest.raises(ConfigError, match="the indexer Linear has no wq_b"):
+        PagedIndexer(torch.nn.Linear(1, 1), None, 0, None)
+    indexer.__class__ = type("OtherIndexer", (type(indexer),), {"__module__": type(indexer).__module__})
+    with pytest.raises(ConfigError, match="the indexer OtherIndexer has no known rope; known are Glm"):
+        PagedIndexer(indexer, None, 0, None)
+
+
+@pytest.mark.parametrize("name", ["glm52", "ds32"])
+def test_the_paged_indexer_selects_what_the_models_own_does(tiny_checkpoints, name: str) -> None:
+    """Same module, same inputs: the same set of positions, in ascending order, and never one beyond the context."""
+    network, _ = load(tiny_checkpoints[name])
+    layer, length = network.model.layers[0].self_attn, 90
+    torch.manual_seed(3)
+    hidden, resid = torch.randn(1, length, 128), torch.randn(1, length, 96)
+    positions = torch.arange(length)[None]
+    rope = network.model.rotary_emb(hidden, position_ids=positions)
+    causal = positions[:, :, None] >= positions[:, None]
+    want = layer.indexer(hidden, resid, rope, causal, positions)[0]
+    layout = KVCacheLayout.build(model_shape(ModelConfig(path=str(tiny_checkpoints[name]))), block_size=16)
+    cache = DeviceCache(layout, 20)
+    tables = KVTables(layout, max_seats=3, max_model_len=length, hot_rows_max=(0,) * len(layout.hots))
+    tables.indexer[2] = torch.randperm(18)[: tables.pages] + 1
+    batch = RowBatch.build([2] * length, range(length), is_prefill=True)
+    got = PagedIndexer(layer.indexer, IndexerPages(cache, tables), 0, lambda: batch)(hidden, resid, rope)[0]
+    assert got.shape == (length, 32)
+    for row in range(length):
+        chosen = [p for p in want[row].tolist() if p <= row]
+        assert got[row].tolist() == sorted(chosen) + [-1] * (32 - len(chosen)), f"row {row}"
 
 
 def test_bfloat16_weights_load_in_the_dtype_that_is_asked_for(copy: Path) -> None:

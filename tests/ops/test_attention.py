@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hisparse.ops import reference
+from tests.ops.mla_cases import Case, error, exact, make
 
 LATENT, ROPE = 12, 4
 
@@ -81,3 +82,22 @@ def test_no_rows_and_no_columns():
     q, pool, ids = case()
     assert reference.sparse_mla(q[:0], pool, ids[:0], 1.0, LATENT)[0].shape == (0, 3, LATENT)
     assert bool((reference.sparse_mla(q, pool, ids[:, :0], 1.0, LATENT)[0] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("gather_rows", [11, 1 << 15])
+def test_a_row_delta_moves_named_entries_only(dtype, gather_rows):
+    q, pool, ids = case(seed=5)
+    moved = torch.cat([torch.full((7, LATENT + ROPE), float("nan")), pool])
+    out, _ = reference.sparse_mla(q, moved, ids.to(dtype), 0.3, LATENT, row_delta=7, gather_rows=gather_rows)
+    assert torch.equal(out, reference.sparse_mla(q, pool, ids, 0.3, LATENT, gather_rows=gather_rows)[0])
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (128, 16)])
+def test_fp8_ds_mla_rows_are_dequantised_after_the_gather(latent, rope):
+    """Against float64 over the values that the bytes stand for; unnamed rows are NaN bytes. Host rows too."""
+    inputs = make(Case(n=4, heads=3, k=30, latent=latent, rope=rope, row_dtype=torch.uint8, host=True, row_delta=9))
+    given = torch.full((4, 3, latent), float("nan"))
+    out, gathered = inputs.call(reference, out=given)
+    assert out is given
+    assert error(out, exact(inputs)) < 2e-6 and int(gathered.sum()) > 0

@@ -78,6 +78,7 @@ class Rig:
         host_pool: HostPool | None = None,
         hook: Callable[[int], None] | None = None,
         enabled: bool = True,
+        device: str = "cpu",
     ) -> None:
         layout = layout or make_layout()
         config = CacheConfig(
@@ -98,6 +99,7 @@ class Rig:
                 num_ranks=num_ranks,
                 incarnation=77,
                 host_pool=host_pool,
+                device=device,
                 copy_hook=hook,
                 poison_new_blocks=True,
             ),
@@ -172,7 +174,7 @@ class Rig:
     def append(self, batch: RowBatch, value: Callable[[int, Tensor], Tensor]) -> None:
         """Every layer appends rows filled with `value(layer, positions)` [n]."""
         for handle in self.handles:
-            rows = value(handle.layer, batch.positions).to(torch.float32)[:, None].repeat(1, self.layout.row.row_elems)
+            rows = value(handle.layer, batch.positions).to(torch.float32)[:, None].repeat(1, self.layout.row.values)
             handle.append(rows, batch)
 
     def attended_value(self, layer: int, seat: int, position: int, batch_kind: str = "decode") -> float:
@@ -181,7 +183,7 @@ class Rig:
         batch = RowBatch.build(
             [seat], [last], writes=False, is_prefill=batch_kind == "prefill", plain_tables=batch_kind == "plain"
         )
-        q = torch.ones(1, HEADS, self.layout.row.row_elems)
+        q = torch.ones(1, HEADS, self.layout.row.values)
         group = next(g for g in self.layout.shape.index_groups if layer in g.layers)
         topk = torch.tensor([[position, -1, -1]], dtype=torch.int32)
         out = {member: self.handles[member].attend(q, topk, batch, 0.1) for member in group.layers}[layer]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError, InvariantError, TransferError
 from hisparse.types import BlockTableUpdate, HotRows, MirrorSpan, ResidentPagesUpdate
-from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, RowBatch
-from tests.worker.rig import make_layout
+from hisparse.worker import CopyQueue, DeviceCache, IndexerPages, KVTables, PinnedRing, RowBatch, Streams
+from hisparse.worker.tables import ranges
+from tests.worker.rig import BLOCK, make_layout
 
 LAYOUT = make_layout()
 RESIDENT0 = LAYOUT.residents[0].group_id
@@ -114,13 +118,101 @@ def test_mirrors_hold_for_one_command():
         t.apply_mirrors([MirrorSpan(seat=0, first_page=7, host_blocks=(4, 5))])
 
 
+# ---- tables on another device: what the CPU knows is brought there
+
+
+class CountingRing(PinnedRing):
+    uploads = 0
+
+    def upload(self, *arrays, **kw):
+        self.uploads += 1
+        return super().upload(*arrays, **kw)
+
+
+def random_step(r):
+    """Updates of every kind, several of them for one row, regions that have blocks, mirrors with holes."""
+    updates, hot_rows, mirrors = [], [], []
+    for _ in range(r.randint(0, 6)):
+        seat, pages = r.randrange(3), r.randint(0, 8)
+        first = r.randint(0, pages)
+        if r.random() < 0.4:
+            blocks = tuple((r.randint(1, 99), r.randint(1, 99)) if r.random() < 0.8 else () for _ in range(pages - first))
+            updates.append(ResidentPagesUpdate(seat=seat, first_page=first, blocks=blocks, num_pages=r.randint(first, 8)))
+        else:
+            group = r.choice([LAYOUT.indexer.group_id, LAYOUT.source.group_id, RESIDENT0])
+            ids = tuple(r.randint(0, 99) for _ in range(pages - first))
+            updates.append(update(group, seat, first, ids, r.randint(first, 8)))
+    for seat in range(3):
+        if r.random() < 0.4:
+            blocks = r.randint(0, 4)
+            updates.append(update(HOT1, seat, 0, tuple(r.randint(1, 99) for _ in range(blocks)), blocks))
+            hot_rows.append(HotRows(seat=seat, hot_group=1, rows=4 * r.randint(0, blocks)))
+        for _ in range(r.randint(0, 2)):
+            first = r.randint(0, 7)
+            hosts = tuple(r.choice([-1, 0, r.randint(1, 50)]) for _ in range(r.randint(0, 8 - first)))
+            mirrors.append(MirrorSpan(seat=seat, first_page=first, host_blocks=hosts))
+    return updates, hot_rows, mirrors
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_upload_a_step_makes_the_device_equal(seed):
+    r, ring = random.Random(seed), CountingRing(Streams("cpu"))
+    here = tables()
+    there = KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), staging=ring)
+    addresses = [t.data_ptr() for t in (*there.tables, there.hot_rows, there.mirrors)]
+    for step in range(1, 60):
+        updates, hot_rows, mirrors = random_step(r)
+        before = ring.uploads
+        here.apply(updates)
+        here.apply_hot_rows(hot_rows)
+        here.apply_mirrors(mirrors)
+        there.apply_step(updates, hot_rows, mirrors)
+        assert ring.uploads - before <= 1
+        for a, b in zip((*here.tables, here.hot_rows, here.mirrors), (*there.tables, there.hot_rows, there.mirrors)):
+            assert torch.equal(a, b), step
+        there.check()
+    assert addresses == [t.data_ptr() for t in (*there.tables, there.hot_rows, there.mirrors)]
+    there.mirrors[0, 0] += 1
+    with pytest.raises(InvariantError, match="on the device and should be"):
+        there.check()
+
+
+def test_the_last_of_several_writers_wins_and_is_uploaded_once(monkeypatch):
+    ring = CountingRing(Streams("cpu"))
+    t = KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), staging=ring)
+    uploaded = []
+    real = ring.upload
+    monkeypatch.setattr(ring, "upload", lambda *a, **kw: uploaded.append(a) or real(*a, **kw))
+    t.apply([update(RESIDENT0, 1, 0, (5, 6, 7), 3), update(RESIDENT0, 1, 0, (), 0), update(RESIDENT0, 1, 1, (9, 8), 3)])
+    ((index, values),) = uploaded
+    assert values.tolist() == [0, 9, 8] and len(set(index.tolist())) == 3
+    assert t.resident(0)[1].tolist() == [0, 9, 8] + [0] * 5
+    t.apply([update(RESIDENT0, 1, 0, (1,), 1)])  # clears what was there, and not the whole width
+    assert uploaded[1][1].tolist() == [1, 0, 0]
+    t.apply([])
+    t.apply_mirrors(())
+    assert len(uploaded) == 2
+
+
+def test_tables_elsewhere_need_staging():
+    with pytest.raises(InvariantError, match="tables on meta need a staging ring"):
+        KVTables(LAYOUT, max_seats=3, max_model_len=30, hot_rows_max=(8, 16), device="meta")
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=20))
+def test_ranges_are_the_distinct_members(pairs):
+    first, count = np.array(pairs, dtype=np.int64).T
+    assert ranges(first, count).tolist() == sorted({x for f, c in pairs for x in range(f, f + c)})
+
+
 # ---- batches
 
 
 def test_batch_of_numbers():
     batch = RowBatch.build([2, -1, 0], [7, 0, 9], writes=[True, True, False])
     assert batch.seats.dtype == torch.int32 and batch.positions.dtype == torch.int64 and batch.num_rows == 3
-    assert batch.context_len.tolist() == [8, 1, 10] and batch.write_index.tolist() == [0]
+    assert batch.context_len.tolist() == [8, 1, 10] and batch.max_len == 10 and not batch.is_prefill
+    assert RowBatch.build([2, 2], [3, 4], is_prefill=True).prefill_seat == 2
 
 
 @pytest.mark.parametrize(
@@ -185,36 +277,49 @@ def indexer(seats=3):
     return cache, t, IndexerPages(cache, t)
 
 
-def test_indexer_keys_of_every_layer_come_back_zero_padded():
-    """Different lengths, a padding seat, unwritten (NaN) rows in held pages: never a NaN in the result."""
-    _, _, pages = indexer()
+def stored(cache, t, i, seat, length):
+    """[length] first value of each key of a seat."""
+    blocks = t.indexer[seat, : -(-length // BLOCK)].long()
+    return cache.indexer_keys(i)[blocks].flatten(0, 1)[:length, 0]
+
+
+def test_indexer_keys_of_every_layer_lie_apart():
+    cache, t, pages = indexer()
     long, short = RowBatch.build([0] * 10, range(10), is_prefill=True), RowBatch.build([2] * 3, range(3), is_prefill=True)
     for i in range(4):
         pages.write(i, torch.arange(10.0)[:, None].repeat(1, 4) + 100 * i, long)
         pages.write(i, torch.arange(3.0)[:, None].repeat(1, 4) + 100 * i + 50, short)
     for i in range(4):
-        got = pages.gather(i, torch.tensor([2, 0, -1, 1]), torch.tensor([3, 10, 5, 0]))
-        want = torch.zeros(4, 10)
-        want[0, :3], want[1] = torch.arange(3.0) + 100 * i + 50, torch.arange(10.0) + 100 * i
-        assert got.shape == (4, 10, 4) and torch.equal(got, want[..., None].expand(4, 10, 4))
-    assert pages.gather(0, torch.tensor([0]), 7, width=9)[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0]
-    assert pages.gather(0, torch.tensor([0, 2]), torch.tensor([0, 0])).shape == (2, 0, 4)
+        assert torch.equal(stored(cache, t, i, 0, 10), torch.arange(10.0) + 100 * i)
+        assert torch.equal(stored(cache, t, i, 2, 3), torch.arange(3.0) + 100 * i + 50)
+
+
+def test_top_k_of_different_lengths_never_reads_what_is_not_written():
+    """Keys 1, 2, .. score by their position; rows beyond a context are NaN in memory; a padding seat selects nothing."""
+    _, _, pages = indexer()
+    for seat, length in ((0, 10), (2, 3)):
+        batch = RowBatch.build([seat] * length, range(length), is_prefill=True)
+        pages.write(1, torch.arange(1.0, length + 1)[:, None].repeat(1, 4), batch)
+    batch = RowBatch.build([2, 0, -1], [2, 8, 5], writes=False)
+    got = pages.top_k(1, torch.ones(3, 2, 4), torch.ones(3, 2), batch, 4, 0.5)
+    assert got.tolist() == [[0, 1, 2, -1], [5, 6, 7, 8], [-1] * 4] and got.dtype == torch.int32
+    assert pages.top_k(1, torch.ones(1, 2, 4), torch.ones(1, 2), RowBatch.build([2], [1]), 4, 0.5).tolist() == [[0, 1]]
 
 
 def test_indexer_rows_that_do_not_write_are_skipped():
-    _, _, pages = indexer()
+    cache, t, pages = indexer()
     batch = RowBatch.build([0, -1, 2], [1, 0, 2], writes=[True, True, False])
     pages.write(1, torch.tensor([[1.0] * 4, [2.0] * 4, [3.0] * 4]), batch)
-    assert pages.gather(1, torch.tensor([0]), 2)[0, 1].tolist() == [1.0] * 4
-    assert bool(pages.gather(1, torch.tensor([2]), 3)[0].isnan().all())
+    assert stored(cache, t, 1, 0, 2)[1] == 1.0
+    assert bool(stored(cache, t, 1, 2, 3).isnan().all())
 
 
 def test_missing_indexer_pages_are_named():
     _, _, pages = indexer()
     with pytest.raises(InvariantError, match="seat 2 has no indexer page for position 4"):
         pages.write(0, torch.zeros(1, 4), RowBatch.build([2], [4]))
-    with pytest.raises(InvariantError, match="seat 2 has no indexer page 1 of 6 tokens"):
-        pages.gather(0, torch.tensor([0, 2]), torch.tensor([4, 6]))
+    with pytest.raises(InvariantError, match="seat 2 has no indexer page for position 4"):
+        pages.top_k(0, torch.ones(1, 2, 4), torch.ones(1, 2), RowBatch.build([2], [5]), 2, 1.0)
 
 
 # ---- copy queue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,17 @@ class Life:
 
 
 class World:
-    def __init__(self, seed: int, num_groups: int) -> None:
+    """`pause` and `resume` hold copies back and let them go; `rtol` and `atol` are for attention."""
+
+    atol, rtol = 1e-5, 1e-4
+
+    def __init__(self, seed: int, num_groups: int, device: str = "cpu", **layout: Any) -> None:
         self.random = random.Random(seed)
-        self.layout = make_layout(num_groups=num_groups)
-        self.rig = Rig(self.layout, device_blocks=160, host_blocks=80, seats=SEATS, max_model_len=MAX_TOKENS)
+        self.layout = make_layout(num_groups=num_groups, **layout)
+        self.device = device
+        self.rig = Rig(
+            self.layout, device_blocks=160, host_blocks=80, seats=SEATS, max_model_len=MAX_TOKENS, device=device
+        )
         self.free = list(range(1, 160))
         self.free_host = list(range(1, 80))
         self.random.shuffle(self.free)
@@ -56,6 +64,12 @@ class World:
         self.seen = dict.fromkeys(
             ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows", "spilled_pages", "fences"), 0
         )
+
+    def pause(self) -> None:
+        self.rig.worker.copies.pause()
+
+    def resume(self) -> None:
+        self.rig.worker.copies.resume()
 
     # ---- the step's command
     def begin(self) -> None:
@@ -206,20 +220,20 @@ class World:
         copies = self.rig.worker.copies
         run_copies = bool(self.fences) or r.random() < 0.5
         if run_copies:
-            timer = threading.Timer(0.01, copies.resume)
+            timer = threading.Timer(0.01, self.resume)
             timer.start()
         self.rig.worker.start_step(command)
         for seat, first, count in chunks:
-            batch = RowBatch.build([seat] * count, range(first, first + count), is_prefill=True)
+            batch = RowBatch.build([seat] * count, range(first, first + count), is_prefill=True, device=self.device)
             self.forward(batch)
         if decodes:
             pad = r.random() < 0.5
             seats = [s for s, _, _ in decodes] + [-1] * pad
-            self.forward(RowBatch.build(seats, [f for _, f, _ in decodes] + [0] * pad))
+            self.forward(RowBatch.build(seats, [f for _, f, _ in decodes] + [0] * pad, device=self.device))
         if run_copies:
             timer.join()
             copies.drain(20)
-        copies.pause()
+        self.pause()
         self.rig.worker.end_step()
         self.take(self.rig.worker.output())
         self.rig.worker.check()
@@ -231,20 +245,22 @@ class World:
     def forward(self, batch: RowBatch) -> None:
         """Appends random rows in every layer and attends, with one top-k per index group; compares with dense."""
         n, elems = batch.num_rows, self.layout.row.row_elems
+        seats, positions, context_len = batch.seats.cpu(), batch.positions.cpu(), batch.context_len.cpu()
         for group in self.layout.shape.index_groups:
-            spread = int(batch.context_len.max()) + 3
+            spread = int(context_len.max()) + 3
             topk = torch.randint(-1, spread, (n, TOP_K), generator=self.generator, dtype=torch.int32)
             for layer in group.layers:
                 rows = torch.randn(n, elems, generator=self.generator)
-                for i, (seat, position) in enumerate(zip(batch.seats.tolist(), batch.positions.tolist())):
+                for i, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist())):
                     if seat >= 0:
                         self.truth[seat, layer, position] = rows[i]
-                self.rig.handles[layer].append(rows, batch)
+                self.rig.handles[layer].append(rows.to(self.device), batch)
                 q = torch.randn(n, HEADS, elems, generator=self.generator)
-                got = self.rig.handles[layer].attend(q, topk, batch, 0.3)
-                context = torch.where(batch.seats >= 0, batch.context_len, 0)
-                want = dense_attention(q, self.truth[batch.seats.clamp(min=0).long(), layer], topk, context, 0.3, 8)
-                torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+                got = self.rig.handles[layer].attend(q.to(self.device), topk.to(self.device), batch, 0.3)
+                context = torch.where(seats >= 0, context_len, 0)
+                latent_dim = self.layout.row.latent_dim
+                want = dense_attention(q, self.truth[seats.clamp(min=0).long(), layer], topk, context, 0.3, latent_dim)
+                torch.testing.assert_close(got.cpu().double(), want, atol=self.atol, rtol=self.rtol)
 
     def take(self, output) -> None:
         for name in self.seen:
@@ -270,13 +286,16 @@ class World:
                 assert torch.equal(self.rig.host.rows(layer)[block * BLOCK : (block + 1) * BLOCK], rows[layer])
 
 
-@pytest.mark.parametrize(("seed", "num_groups"), [(0, 2), (1, 4), (2, 1)])
-def test_random_life_equals_dense_attention(seed, num_groups):
-    world = World(seed, num_groups)
-    for _ in range(45):
+def live(world: World, steps: int = 45) -> None:
+    for _ in range(steps):
         world.step()
-    world.rig.worker.copies.resume()
+    world.resume()
     world.take(world.rig.finish_copies())
     assert not world.detached
     assert all(world.seen.values()), world.seen
     world.rig.shutdown()
+
+
+@pytest.mark.parametrize(("seed", "num_groups"), [(0, 2), (1, 4), (2, 1)])
+def test_random_life_equals_dense_attention(seed, num_groups):
+    live(World(seed, num_groups))

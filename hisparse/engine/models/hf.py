@@ -1,14 +1,16 @@
-"""A Hugging Face DSA model whose KV lives in hisparse: three hooks, the modelling code itself untouched.
+"""A Hugging Face DSA model whose KV lives in hisparse: four hooks, the modelling code itself untouched.
 
 1. The cache's layers append latent rows through `HiSparseCacheHandle` and return themselves instead of tensors.
 2. `expand_kv` is the identity, so that the "keys" and "values" attention gets are that layer object.
 3. The attention function "hisparse" works in latent space (absorbed MLA) and calls `handle.attend` with the top-k.
+4. An indexer's forward is `PagedIndexer`: the same projections, scored where the keys lie.
+
+On CUDA a forward asks the device nothing and allocates nothing whose size depends on data, so it can be captured in a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
 from hisparse.config import ModelConfig, model_path, model_shape
+from hisparse.engine.models.experts import use_capturable_experts
+from hisparse.engine.models.indexer import PagedIndexer
+from hisparse.engine.models.norms import use_fused_norms
 from hisparse.engine.models.seams import attention_layers, cache_argument, check_seams, seam_error
 from hisparse.engine.parallel import HeadParallel, check_heads
 from hisparse.errors import ConfigError, InvariantError
@@ -33,48 +38,18 @@ ATTENTION = "hisparse"
 _ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 
 
-@dataclass(slots=True)
-class _Forward:
-    """What the hooks need to know of the forward in progress. Written by `DSAModel.forward`, read by the hooks.
-
-    Attributes:
-        seats: int32 [B], the seat of each sequence. lengths: int64 [B], its tokens so far, this forward's included.
-        num_keys: T, the largest of `lengths`; shorter sequences are padded.
-        chosen / selected: the indexer's tensor of this index group, and the same as int32 [n, k] with -1 where masked.
-    """
-
-    batch: RowBatch
-    seats: Tensor
-    lengths: Tensor
-    num_keys: int
-    chosen: Tensor | None = None
-    selected: Tensor | None = None
-
-    def select(self, indices: Tensor) -> Tensor:
-        """HF fills up with masked positions when fewer than top_k exist: those are at or beyond the query's end."""
-        if self.chosen is not indices:
-            flat = indices.reshape(-1, indices.shape[-1])
-            self.selected = flat.masked_fill(flat > self.batch.positions[:, None], -1)
-            self.chosen = indices
-        assert self.selected is not None
-        return self.selected
-
-
 class HandleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of the cache that HF sees: no tensors, only the way to our pages."""
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, handle: HiSparseCacheHandle, indexer: IndexerPages, indexer_idx: int | None,
-                 attention: Any, parallel: HeadParallel) -> None:
+    def __init__(self, handle: HiSparseCacheHandle, attention: Any, parallel: HeadParallel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self.handle = handle
-        self.forward: _Forward | None = None
+        self.batch: RowBatch | None = None
         self.parallel = parallel
-        self._indexer = indexer
-        self._indexer_idx = indexer_idx
         nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
         self.nope_dim, self.rope_dim, self.latent_dim = nope, rope, attention.kv_lora_rank
         num_heads = attention.kv_b_proj.weight.shape[0] // (nope + value)
@@ -84,7 +59,7 @@ class HandleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Appends latents [B, 1, S, latent] and rope keys [B, 1, S, rope]; returns the layer in place of both."""
-        now = self._now
+        batch = self.now()
         got = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         if got != (1, self.latent_dim, self.rope_dim):
             raise seam_error(
@@ -92,47 +67,43 @@ class HandleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"[B, 1, S, {self.latent_dim}] and rope keys [B, 1, S, {self.rope_dim}]"
             )
         rows = torch.cat([key_states, value_states], dim=-1).flatten(0, 2)
-        self.handle.append(rows, now.batch)
+        self.handle.append(rows, batch)
         return self, self
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Writes keys [B, S, D] to indexer pages; returns those of the whole context, [B, T, D], padded."""
-        now = self._now
-        if self._indexer_idx is None:
-            raise InvariantError("a layer that shares another layer's top-k was asked to store indexer keys")
-        self._indexer.write(self._indexer_idx, indexer_key_states.flatten(0, 1), now.batch)
-        return self._indexer.gather(self._indexer_idx, now.seats, now.lengths)
+        """Never called: `PagedIndexer` writes keys."""
+        raise seam_error("an indexer stores keys through the cache; its forward was not replaced")
 
     def attend(self, query: Tensor, indices: Tensor, scaling: float) -> Tensor:
         """Absorbed MLA. query [B, H, S, nope + rope], indices int32 [B, S, k] -> [B, S, H, value]."""
-        now = self._now
+        batch = self.now()
         size, _, length, _ = query.shape
         mine = query[:, self.heads].transpose(1, 2).flatten(0, 1)  # [n, heads, nope + rope]
         nope, rope = mine[..., : self.nope_dim], mine[..., self.nope_dim :]
         latent = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
-        mixed = self.handle.attend(torch.cat([latent, rope], dim=-1), now.select(indices), now.batch, scaling)
+        mixed = self.handle.attend(torch.cat([latent, rope], dim=-1), indices.flatten(0, 1), batch, scaling)
         mixed = mixed.to(query.dtype)
         values = torch.bmm(mixed.transpose(0, 1), self.value_weight.transpose(1, 2)).transpose(0, 1)
         out = self.parallel.gather_heads(values)
         return out.view(size, length, *out.shape[1:])
 
-    @property
-    def _now(self) -> _Forward:
-        if self.forward is None:
+    def now(self) -> RowBatch:
+        """The rows of the forward in progress."""
+        if self.batch is None:
             raise InvariantError("the cache was used outside DSAModel.forward")
-        return self.forward
+        return self.batch
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate."""
 
     def get_seq_length(self) -> int:
-        return 0 if self.forward is None else self.forward.num_keys
+        return 0 if self.batch is None else self.batch.max_len
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._now.num_keys, 0
+        return self.now().max_len, 0
 
 
 def _attention(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, scaling: float,
@@ -169,44 +140,46 @@ class DSAModel:
             if (attention.indexer is not None) != (layer in leaders):
                 raise ConfigError(f"layer {layer}: transformers and config.json disagree on who owns an indexer")
         self.network, self.shape = network, shape
-        self._layers = [
-            HandleLayer(handle, indexer, leaders.index(i) if i in leaders else None, attention,
-                        parallel or HeadParallel())
-            for i, (handle, attention) in enumerate(zip(handles, attentions))
-        ]
+        self._layers = [HandleLayer(handle, attention, parallel or HeadParallel())
+                        for handle, attention in zip(handles, attentions)]
         self._cache = Cache(layers=list(self._layers))
         self._cache_argument = cache_argument(network)
         network.set_attn_implementation(ATTENTION)
         for attention in attentions:
             attention.expand_kv = _identity
+        for i, leader in enumerate(leaders):
+            own = attentions[leader].indexer
+            own.forward = PagedIndexer(own, indexer, i, self._layers[leader].now)
+        self._mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.network.device
+        return device
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, seats: Tensor, batch: RowBatch) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: RowBatch) -> Tensor:
         """Runs the decoder over B sequences of S tokens each; writes their rows and indexer keys as `batch` says.
 
         Args:
             token_ids, positions: int64 [B, S], positions ascending; `batch` holds the same rows, flattened.
-            seats: int32 [B].
         Returns:
             Hidden states [B, S, hidden] after the last norm.
         """
-        lengths = positions[:, -1] + 1
-        num_keys = int(lengths.max())
-        allowed = torch.arange(num_keys) <= positions[:, None, :, None]  # [B, 1, S, T]
-        now = _Forward(batch=batch, seats=seats, lengths=lengths, num_keys=num_keys)
+        mask = self._mask.expand(token_ids.shape[0], 1, token_ids.shape[1], 1)  # given, so that HF makes none; nobody reads it
         for layer in self._layers:
-            layer.forward = now
+            layer.batch = batch
         try:
             out = self.network.model(
                 input_ids=token_ids, position_ids=positions, use_cache=True,
-                attention_mask={"indexed_attention": allowed, "deepseek_sparse_attention": allowed},
+                attention_mask={"indexed_attention": mask, "deepseek_sparse_attention": mask},
                 **{self._cache_argument: self._cache},
             )
             hidden: Tensor = out.last_hidden_state
             return hidden
         finally:
             for layer in self._layers:
-                layer.forward = None
+                layer.batch = None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -222,8 +195,9 @@ def check_model(config: ModelConfig, *, num_ranks: int = 1) -> ModelShape:
     return shape
 
 
-def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, ModelShape]:
-    """Loads the checkpoint's weights with transformers, from local files only, in `config.dtype`.
+def load_network(config: ModelConfig, *, num_ranks: int = 1,
+                 device: torch.device | None = None) -> tuple[Any, ModelShape]:
+    """Loads the checkpoint's weights with transformers, from local files only, in `config.dtype`, onto `device` (default: CPU).
 
     Returns:
         The unmodified network in eval mode, and what the cache needs to know of it.
@@ -255,4 +229,9 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1) -> tuple[Any, Model
             "random numbers"
         )
     check_seams(network)
+    if device is not None and device.type == "cuda":
+        network.to(device)
+        use_capturable_experts(network, network.dtype)
+        if network.dtype == torch.bfloat16:
+            use_fused_norms(network)
     return network.eval().requires_grad_(False), shape

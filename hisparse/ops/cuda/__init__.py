@@ -1,6 +1,23 @@
-"""The CUDA backend: the functions of `hisparse.ops.reference`, on the current stream, without host synchronisation."""
+"""The CUDA backend: the operations of `hisparse.ops.reference`, on the current stream, without host synchronisation."""
 
+from hisparse.ops.cuda.append import append_rows, mark_rows
+from hisparse.ops.cuda.attention import sparse_mla
+from hisparse.ops.cuda.indexer import index_topk, write_keys
+from hisparse.ops.cuda.pages import PageCopier, copy_pages
 from hisparse.ops.cuda.replay import replay, reset_seat, reset_seats
 from hisparse.ops.cuda.resolve import resolve, resolve_pages
 
-__all__ = ["replay", "reset_seat", "reset_seats", "resolve", "resolve_pages"]
+__all__ = [
+    "PageCopier",
+    "append_rows",
+    "copy_pages",
+    "index_topk",
+    "mark_rows",
+    "replay",
+    "reset_seat",
+    "reset_seats",
+    "resolve",
+    "resolve_pages",
+    "sparse_mla",
+    "write_keys",
+]

@@ -140,6 +140,18 @@ def compile_cubin(instance: Instance, architecture: str) -> bytes:
         nvrtc.destroyProgram(program)
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the compiler. Raises ConfigError, with the fix, when CuPy or NVRTC does not load."""
+    _cupy()
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        major, minor = nvrtc.getVersion()
+        return major, minor
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(f"NVRTC does not load: {error}; pip install nvidia-cuda-nvrtc, or a CUDA toolkit") from error
+
+
 @functools.lru_cache(maxsize=1)
 def _cupy() -> Any:
     try:

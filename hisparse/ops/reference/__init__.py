@@ -4,7 +4,27 @@ Row ids, host rows and byte offsets are int64 throughout. Nothing here allocates
 """
 
 from hisparse.ops.reference.attention import DEFAULT_GATHER_ROWS, sparse_mla
-from hisparse.ops.reference.resolve import replay, reset_seat, resolve, resolve_pages
-from hisparse.ops.reference.rows import append, copy_pages
+from hisparse.ops.reference.fp8 import dequantize_rows, quantize_rows
+from hisparse.ops.reference.indexer import index_topk, write_keys
+from hisparse.ops.reference.pages import PageCopier
+from hisparse.ops.reference.resolve import replay, reset_seat, reset_seats, resolve, resolve_pages
+from hisparse.ops.reference.rows import append, append_rows, copy_pages, mark_rows
 
-__all__ = ["DEFAULT_GATHER_ROWS", "append", "copy_pages", "replay", "reset_seat", "resolve", "resolve_pages", "sparse_mla"]
+__all__ = [
+    "DEFAULT_GATHER_ROWS",
+    "PageCopier",
+    "append",
+    "append_rows",
+    "copy_pages",
+    "dequantize_rows",
+    "index_topk",
+    "mark_rows",
+    "quantize_rows",
+    "replay",
+    "reset_seat",
+    "reset_seats",
+    "resolve",
+    "resolve_pages",
+    "sparse_mla",
+    "write_keys",
+]

@@ -28,6 +28,7 @@ def resolve(
     row_offset: int,
     rows: Tensor,
     host_rows: Tensor,
+    status: Tensor | None = None,
     out_row_ids: Tensor | None = None,
     out_valid: Tensor | None = None,
 ) -> Resolution:
@@ -41,6 +42,7 @@ def resolve(
         state: of this index group; changed in place.
         rows_per_block, row_offset: geometry of the leader's layer. rows: [device rows, row_elems], changed in place.
         host_rows: [host blocks * block_size, row_elems] of the leader's layer.
+        status: not written here; kernels report NO_PAGE, NO_HOT_BLOCK and NO_FIT in it where this (or its caller) raises.
         out_row_ids: int [n, k], out_valid: int [n]: written completely if given.
     Returns:
         A Resolution; `row_ids` is `out_row_ids` if that was given.
@@ -128,10 +130,11 @@ def resolve_pages(
     block_size: int,
     rows_per_block: int,
     row_offset: int,
+    status: Tensor | None = None,
 ) -> Resolution:
     """Maps positions through block tables alone: device rows where resident, else host rows. No state, no copy.
 
-    Args: as `resolve`; `source_table=None` = everything must be resident.
+    Args: as `resolve`; `source_table=None` = everything must be resident. status: not written here; kernels report NO_PAGE.
     Returns:
         A Resolution whose `host_ids` is None when nothing is on the host.
     Raises:
@@ -190,6 +193,12 @@ def reset_seat(state: HotState, seat: int, *, from_slot: int = 0, from_position:
     state.pos_slot[seat, gone] = -1
     tags[clear] = -1
     state.use[seat][clear] = 0
+
+
+def reset_seats(state: HotState, resets: Tensor) -> None:
+    """`reset_seat` for every row (seat, from_slot, from_position) of `resets` int32 [m, 3]. Mutates `state`."""
+    for seat, from_slot, from_position in resets.tolist():
+        reset_seat(state, seat, from_slot=from_slot, from_position=from_position)
 
 
 class _Where:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.errors import InvariantError
+from hisparse.layout import quantized_latent_dim
+from hisparse.ops.reference.fp8 import quantize_rows, to_bfloat16
+
+NewRows = Tensor | tuple[Tensor, Tensor]
+"""[n, latent + rope], or (latent [n, latent_dim], rope [n, rope_dim])."""
+
 
 def append(new: Tensor, rows: Tensor, row_ids: Tensor, host_rows: Tensor | None = None, host_ids: Tensor | None = None) -> None:
-    """Write-through of new rows [m, row_elems]: to `rows[row_ids]` and, where `host_ids` is not -1, to the host view.
+    """Write-through of new rows: to `rows[row_ids]` and, where `host_ids` is not -1, to the host view.
 
     Args:
+        new: [m, latent + rope] of a float dtype; `stored` makes rows of the storage format of them.
         row_ids: int64 [m], all valid and distinct. host_ids: int64 [m], -1 = not mirrored.
     """
+    new = stored(new, rows)
     rows.index_copy_(0, row_ids, new)
     if host_rows is not None and host_ids is not None:
         mirrored = host_ids >= 0
@@ -21,7 +30,101 @@ def append(new: Tensor, rows: Tensor, row_ids: Tensor, host_rows: Tensor | None 
             host_rows.index_copy_(0, host_ids[mirrored], new[mirrored])
 
 
+def append_rows(
+    new: NewRows,
+    seats: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    *,
+    resident_table: Tensor,
+    mirror_table: Tensor | None,
+    block_size: int,
+    rows_per_block: int,
+    row_offset: int,
+    rows: Tensor,
+    host_rows: Tensor | None,
+    status: Tensor | None = None,
+) -> None:
+    """Write-through of a forward's new rows in one layer, driven by tables alone.
+
+    Row i goes to the resident page of (seats[i], positions[i]) and, where the mirror table names a host block, to the
+    same row of that block. Rows that do not write, and padding rows (seat -1), touch nothing.
+
+    Args:
+        new: float32 or bfloat16, [n, latent + rope] or (latent, rope); rounded, or quantised when `rows` is uint8.
+        seats, positions: int [n]; (seat, position) of the writing rows are distinct. writes: bool [n].
+        resident_table, mirror_table: int32 [seats, pages], 0 = no page; without mirrors nothing goes to the host.
+        rows_per_block, row_offset: geometry of the layer. rows: [device rows, row_elems], changed in place.
+        host_rows: [host blocks * block_size, row_elems] of the layer, changed in place.
+        status: not written here; kernels report NO_TARGET in it where this raises.
+    Raises:
+        InvariantError: a written position has no resident page, or a page is outside a table or a pool. Nothing is written.
+
+    Example: block 64, rows_per_block 128, row_offset 64, page 2 in block 5: position 130 goes to row 5 * 128 + 64 + 2 = 706.
+    """
+    packed = torch.cat(new, 1) if isinstance(new, tuple) else new
+    index, seat, position = _writing(seats, positions, writes)
+    block = _look_up(resident_table, seat, position, block_size)
+    ids = block * rows_per_block + row_offset + position % block_size
+    bad = (block <= 0) | (ids >= rows.shape[0])
+    host_ids = None
+    if mirror_table is not None and host_rows is not None:
+        host_block = _look_up(mirror_table, seat, position, block_size)
+        host_ids = torch.where(host_block > 0, host_block * block_size + position % block_size, -1)
+        bad |= host_ids >= host_rows.shape[0]
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise InvariantError(
+            f"position {int(position[at])} of seat {int(seat[at])} is written, but has no page "
+            f"(resident block {int(block[at])})"
+        )
+    append(packed[index], rows, ids, host_rows, host_ids)
+
+
+def mark_rows(
+    seats: Tensor, positions: Tensor, writes: Tensor, mirror_table: Tensor, row_masks: Tensor, *, block_size: int
+) -> None:
+    """Sets the row-mask bit of every mirrored row that a forward wrote; runs after its last append.
+
+    Args: as `append_rows`. row_masks: int64 [host blocks], changed in place: bit `position % block_size` of a page.
+    Raises:
+        InvariantError: the mirror table names a block outside `row_masks`.
+    """
+    _, seat, position = _writing(seats, positions, writes)
+    block = _look_up(mirror_table, seat, position, block_size)
+    if bool((block >= row_masks.shape[0]).any()):
+        raise InvariantError(f"a mirror is host block {int(block.max())}, but there are {row_masks.shape[0]}")
+    block, offset = block[block > 0], (position % block_size)[block > 0]
+    for bit in range(block_size):
+        pages = block[offset == bit]
+        row_masks[pages] |= 1 << bit if bit < 63 else -(1 << 63)
+
+
 def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int) -> None:
     """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`. First rows: int64."""
     step = torch.arange(num_rows, device=dst_first.device)
     dst.index_copy_(0, (dst_first[:, None] + step).reshape(-1), src.index_select(0, (src_first[:, None] + step).reshape(-1)))
+
+
+def stored(new: Tensor, rows: Tensor) -> Tensor:
+    """`new` [m, latent + rope] in the storage format of `rows`: as it is, rounded to nearest even, or fp8_ds_mla."""
+    if rows.dtype == torch.uint8:
+        return quantize_rows(new, quantized_latent_dim(new.shape[1], rows.shape[1]))
+    return to_bfloat16(new) if rows.dtype == torch.bfloat16 else new.to(rows.dtype)
+
+
+def _writing(seats: Tensor, positions: Tensor, writes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Index, seat and position, int64 [m], of the rows that write."""
+    if seats.ndim != 1 or positions.shape != seats.shape or writes.shape != seats.shape:
+        raise InvariantError(
+            f"seats, positions and writes must be [n], got {list(seats.shape)}, {list(positions.shape)}, {list(writes.shape)}"
+        )
+    index = (writes & (seats >= 0)).nonzero().squeeze(1)
+    return index, seats[index].long(), positions[index].long()
+
+
+def _look_up(table: Tensor, seat: Tensor, position: Tensor, block_size: int) -> Tensor:
+    """int64 [m]: block of each position, 0 where the table has no such entry."""
+    page = torch.div(position, block_size, rounding_mode="floor")
+    inside = (seat < table.shape[0]) & (page >= 0) & (page < table.shape[1])
+    return torch.where(inside, table[torch.where(inside, seat, 0), torch.where(inside, page, 0)].long(), 0)

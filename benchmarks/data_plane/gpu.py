@@ -1,0 +1,79 @@
+"""Timing on the device, and where it was done."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Microseconds."""
+
+    median: float
+    best: float
+    p90: float
+    max: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Times:
+        ordered = sorted(samples)
+        p90 = ordered[int(0.9 * (len(ordered) - 1))]
+        return cls(median=statistics.median(ordered), best=ordered[0], p90=p90, max=ordered[-1])
+
+
+def device_us(run: Callable[[], object], repeats: int) -> Times:
+    """Between events around `run`, each time from an idle device."""
+    run()
+    samples = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3)
+    return Times.of(samples)
+
+
+def cpu_us(run: Callable[[], object], repeats: int) -> Times:
+    """Of the calling thread until `run` returns, each time with an idle device."""
+    run()
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return Times.of(samples)
+
+
+def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Captured once `run` has warmed up on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def facts(bench: str) -> dict[str, Any]:
+    """Those of `report.facts`, with the GPU in the place of the CPU."""
+    found = report.facts(bench, report.Yardsticks.measure(repeats=1))
+    properties = torch.cuda.get_device_properties(0)
+    found["hardware"] = f"{properties.name}, {properties.multi_processor_count} SMs; host {found['hardware']}"
+    found["torch"] = torch.__version__
+    return found

@@ -1,0 +1,173 @@
+"""Page copies of all layers between the device, the host and staging, against one large copy of the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from benchmarks.data_plane.gpu import cpu_us, device_us
+from benchmarks.report import Row
+from hisparse.layout import KVCacheLayout, ModelShape
+from hisparse.ops.cuda.pages import PageCopier
+from hisparse.ops.page_list import PageList, page_list
+from hisparse.ops.reference.pages import staged_page
+from tests.gpu.host_memory import HostMemory
+
+GLM52 = {
+    "model_type": "glm_moe_dsa", "num_hidden_layers": 78, "num_attention_heads": 64, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 2048, "max_position_embeddings": 1048576,
+    "vocab_size": 154880, "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}
+COUNTS = (64, 256, 512)
+SHARE = 0.85
+CPU_BAR_US = 50.0
+
+
+def small_layout() -> KVCacheLayout:
+    """GLM-5.2 in fp8_ds_mla: 78 layers, pages of 41,984 bytes a layer."""
+    return KVCacheLayout.build(ModelShape.from_hf_config(GLM52), dtype="bfloat16", row_format="fp8_ds_mla")
+
+
+class World:
+    """Device blocks, a host pool and a staging slot on the device, all of random bytes."""
+
+    def __init__(self, layout: KVCacheLayout, memory: HostMemory, host_blocks: int, most: int) -> None:
+        self.layout = layout
+        layers, page = layout.shape.num_layers, layout.layer_page_bytes
+        self.host = memory.cuda[: layers * host_blocks * page].view(layers, host_blocks, page)
+        self.blocks = 1 + most * layout.num_resident_groups
+        self.device = torch.randint(0, 256, (self.blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+        self.staging = torch.randint(0, 256, (most * layout.host_block_bytes,), dtype=torch.uint8, device="cuda")
+        self.most, self.host_blocks = most, host_blocks
+        self.copier = PageCopier(layout, self.device.view(-1, layout.row.row_bytes),
+                                 [layer.view(-1, layout.row.row_bytes) for layer in self.host])
+
+    def scattered(self, count: int) -> PageList:
+        rng, groups = np.random.default_rng(count), self.layout.num_resident_groups
+        near = (1 + rng.permutation(self.blocks - 1)[: count * groups]).reshape(count, groups)
+        return page_list(1 + rng.permutation(self.host_blocks - 1)[:count], near, self.layout.block_size)
+
+    def in_runs(self, count: int, run: int) -> PageList:
+        """Runs of `run` pages with a gap behind each on the host."""
+        place = np.arange(count)
+        near = 1 + place[:, None] + np.arange(self.layout.num_resident_groups) * self.most
+        return page_list(1 + place + place // run, near, self.layout.block_size)
+
+    def prepare(self, case: str, pages: PageList) -> None:
+        """The targets hold other bytes than the sources."""
+        host = _ids(pages[:, 1])
+        size = host.numel() * self.layout.host_block_bytes
+        if case.startswith("restore"):
+            self.host[:, host] = self.staging[:size].view(self.host.shape[0], host.numel(), -1) ^ 0x5A
+        else:
+            self.host[:, host] = 0xEE
+
+    def in_place(self, case: str, pages: PageList) -> bool:
+        """Every page's bytes are equal on the device and on the host, and in staging after a scatter."""
+        layout, host = self.layout, _ids(pages[:, 1])
+        for layer, group in enumerate(layout.layer_group):
+            start = layout.layer_byte_offset(layer)
+            near = self.device[_ids(pages[:, 2 + group])][:, start : start + layout.layer_page_bytes]
+            same = torch.equal(near, self.host[layer][host])
+            if case.startswith("scatter"):
+                offset, stride = staged_page(layout, layer, self.most, "layered" in case)
+                staged = self.staging.as_strided((len(pages), layout.layer_page_bytes), (stride, 1), offset)
+                same = same and torch.equal(near, staged)
+            if not same:
+                return False
+        return True
+
+
+def _ids(column: npt.NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(column.copy()).long().cuda()
+
+
+def measure(quick: bool) -> list[Row]:
+    layout, most = small_layout(), 16 if quick else max(COUNTS)
+    host_blocks = 40 if quick else 1200
+    rows, repeats = [], 3 if quick else 9
+    with HostMemory(host_blocks * layout.host_block_bytes) as memory:
+        world = World(layout, memory, host_blocks, most)
+        copier, staging = world.copier, world.staging
+        for count in (16,) if quick else COUNTS:
+            size, pages = count * layout.host_block_bytes, world.scattered(count)
+            to_host, to_device = _engine(memory.cuda, staging, size, repeats)
+            cases = {
+                f"spill {count} pages": (partial(copier.spill, pages, path="kernel"), to_host),
+                f"restore {count} pages": (partial(copier.restore, pages, path="kernel"), to_device),
+            } | {
+                f"scatter {count} {order} pages to host and device":
+                    (partial(copier.scatter, staging, pages, layered=order == "layered", slot_pages=most, path="kernel"),
+                     to_host)
+                for order in ("layered", "grouped")
+            }
+            for case, (run, ceiling) in cases.items():
+                rows += _row(world, case, pages, run, ceiling, repeats, bars=not quick)
+        for run_pages in (8,) if quick else (8, 32, 128, 512):
+            pages = world.in_runs(most, run_pages)
+            for path in ("kernel", "engine"):
+                rows += _row(world, f"spill {most} pages in runs of {run_pages}, {path}", pages,
+                             partial(copier.spill, pages, path=path), to_host, repeats, bars=False)
+        rows += _gather(world, 16 if quick else 512, to_device, repeats)
+        del world, copier, staging
+    return rows
+
+
+def _row(world: World, case: str, pages: PageList, run: Callable[[], object], engine_gb: float, repeats: int, *,
+         bars: bool) -> list[Row]:
+    """Bandwidth of the host link, and CPU time of the call."""
+    world.prepare(case, pages)
+    run()
+    torch.cuda.synchronize()
+    if not world.in_place(case, pages):
+        raise AssertionError(f"{case}: wrong bytes")
+    size = len(pages) * world.layout.host_block_bytes
+    device, cpu = device_us(run, repeats), cpu_us(run, repeats)
+    return [
+        Row(case=case, value=size / device.median / 1e3, unit="GB/s", bar=SHARE * engine_gb if bars else None,
+            more_is_better=True, yardstick=(engine_gb, "copy engine"), best=size / device.best / 1e3,
+            p90=size / device.p90 / 1e3, max=size / device.max / 1e3,
+            detail={"bytes": size, "us": device.median, "ctas": world.copier.ctas}),
+        Row(case=f"{case}, CPU", value=cpu.median, unit="us", bar=CPU_BAR_US if bars else None, best=cpu.best, p90=cpu.p90,
+            max=cpu.max),
+    ]
+
+
+def _engine(host: Tensor, device: Tensor, size: int, repeats: int) -> tuple[float, float]:
+    """GB/s of one large asynchronous copy of `size` bytes, device to host and host to device."""
+    from cupy.cuda import runtime
+
+    def copy(target: Tensor, source: Tensor) -> float:
+        stream = torch.cuda.current_stream().cuda_stream
+
+        def run() -> None:
+            runtime.memcpyAsync(target.data_ptr(), source.data_ptr(), size, runtime.memcpyDefault, stream)
+
+        return size / device_us(run, repeats).median / 1e3
+
+    return copy(host, device), copy(device, host)
+
+
+def _gather(world: World, count: int, engine_gb: float, repeats: int) -> list[Row]:
+    """One layer's pages of one seat to a workspace."""
+    layout = world.layout
+    source = (1 + torch.randperm(world.host_blocks - 1)[:count]).int().cuda()[None]
+    resident = torch.zeros_like(source)
+    workspace = torch.zeros(count * layout.block_size, layout.row.row_elems, dtype=torch.uint8, device="cuda")
+    layer = layout.shape.num_layers - 1
+
+    def run() -> None:
+        world.copier.gather_pages(layer, 0, source, resident, workspace, first_page=0, num_pages=count)
+
+    run()
+    if not torch.equal(workspace.view(count, -1), world.host[layer][source[0].long()]):
+        raise AssertionError("gather: wrong bytes")
+    size, device = count * layout.layer_page_bytes, device_us(run, repeats)
+    return [Row(case=f"gather {count} pages of one layer", value=size / device.median / 1e3, unit="GB/s",
+                yardstick=(engine_gb, "copy engine"), best=size / device.best / 1e3,
+                detail={"bytes": size, "us": device.median})]

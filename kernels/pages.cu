@@ -1,0 +1,101 @@
+// Copies of whole pages by a few CTAs, so that they run beside a forward: spill, restore, scatter of staged pages,
+// copies for forks, and the gather of a seat's non-resident history.
+//
+// copy_pages
+//   Instance   THREADS of a CTA; UNROLL 16-byte loads of a thread in flight.
+//   Geometry   any number of CTAs (the caller bounds it); CTA c takes items c, c + CTAs, ...; an item is one page of one part
+//              (layer). Parts are outermost: the CTAs work within one layer at a time, i.e. in a short span of host addresses.
+//   Operands   list int32 [pages, width]: rows of the page, then ids. parts int64 [parts, 8]: source address, its id's column,
+//              target address, its column, second target address, its column, most bytes, 0. Address of a page:
+//              base + address + id * stride; column -1 = the page's place in the list. Column 0 = this operand is absent.
+//   Needs      addresses, strides and bytes multiples of 16; ids checked on the host; no target is a source or twice a target.
+//   Sentinels  id 0 by a column > 0 is the null block: as a target it is skipped, as a source the item is.
+//   Ordering   none inside a launch. Host writes are visible to the host once an event behind the launch has happened.
+//   Determinism  each byte is written once, by one thread.
+//
+// copy_runs, gather_pages: the same copy loop, driven by first rows, or by one seat's rows of the block tables; see each.
+
+#include "access.cuh"
+
+#ifndef THREADS
+#define THREADS 512
+#endif
+#ifndef UNROLL
+#define UNROLL 6
+#endif
+
+// All threads of the CTA; `second` may be null.
+__device__ __forceinline__ void copy_bytes(const char* from, char* to, char* second, i64 bytes) {
+    const int units = static_cast<int>(bytes / 16);
+    for (int first = threadIdx.x; first < units; first += THREADS * UNROLL) {
+        Unit held[UNROLL];
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k)
+            if (first + k * THREADS < units) held[k] = load16(from + i64(first + k * THREADS) * 16);
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k) {
+            if (first + k * THREADS >= units) continue;
+            const i64 at = i64(first + k * THREADS) * 16;
+            if (to != nullptr) store16(to + at, held[k]);
+            if (second != nullptr) store16(second + at, held[k]);
+        }
+    }
+}
+
+// Address of an operand of one page, 0 = none.
+__device__ __forceinline__ i64 operand(const i64* part, const int* page, i64 place, i64 base, i64 stride) {
+    const i64 column = part[1];
+    if (column == 0) return 0;
+    const i64 id = column < 0 ? place : page[column];
+    return column > 0 && id == 0 ? 0 : base + part[0] + id * stride;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+copy_pages(const int* list, i64 width, i64 num_pages, const i64* parts, i64 num_parts, i64 row_bytes,
+           i64 source_base, i64 source_stride, i64 target_stride, i64 second_stride) {
+    for (i64 item = blockIdx.x; item < num_pages * num_parts; item += gridDim.x) {
+        const i64 which = item / num_pages, place = item - which * num_pages;
+        const i64* part = parts + which * 8;
+        const int* page = list + place * width;
+        const i64 most = part[6], wanted = page[0] * row_bytes;
+        const i64 from = operand(part, page, place, source_base, source_stride);
+        const i64 to = operand(part + 2, page, place, 0, target_stride);
+        const i64 second = operand(part + 4, page, place, 0, second_stride);
+        if (from == 0 || (to == 0 && second == 0)) continue;
+        copy_bytes(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to), reinterpret_cast<char*>(second),
+                   wanted < most ? wanted : most);
+    }
+}
+
+// Runs of `num_rows` rows: target row target_first[i] + j = source row source_first[i] + j. Item = a piece of at most `piece_bytes`
+// of one run, pieces innermost. No bounds are checked here; targets are distinct and no source is a target.
+extern "C" __global__ void __launch_bounds__(THREADS)
+copy_runs(char* target, const i64* target_first, const char* source, const i64* source_first, i64 num_runs, i64 run_bytes,
+          i64 row_bytes, i64 piece_bytes) {
+    const i64 pieces = (run_bytes + piece_bytes - 1) / piece_bytes;
+    for (i64 item = blockIdx.x; item < num_runs * pieces; item += gridDim.x) {
+        const i64 run = item / pieces, start = (item - run * pieces) * piece_bytes, rest = run_bytes - start;
+        copy_bytes(source + source_first[run] * row_bytes + start, target + target_first[run] * row_bytes + start, nullptr,
+                   rest < piece_bytes ? rest : piece_bytes);
+    }
+}
+
+// Pages first_page.. of one seat in one layer to workspace[page - first_page], each whole. Not resident: from the host. Resident:
+// from their block if `copy_resident`, else left alone. A CTA a page, then the next. In neither tier, or outside a pool: NO_PAGE
+// in the status word, the workspace page is left alone.
+extern "C" __global__ void __launch_bounds__(THREADS)
+gather_pages(const int* source, const int* resident, i64 first_page, i64 num_pages, const char* host, i64 num_host_blocks,
+             const char* device, i64 num_blocks, i64 block_bytes, i64 layer_offset, char* workspace, i64 page_bytes,
+             i64 copy_resident, i64 seat, i64 block_size, int* status) {
+    for (i64 item = blockIdx.x; item < num_pages; item += gridDim.x) {
+        const i64 page = first_page + item, block = resident[page], host_block = source == nullptr ? 0 : source[page];
+        if (block > 0 && !copy_resident) continue;
+        const bool found = block > 0 ? block < num_blocks : host_block > 0 && host_block < num_host_blocks;
+        if (!found) {
+            if (threadIdx.x == 0) report(status, NO_PAGE, seat, page * block_size, block > 0 ? block : host_block);
+            continue;
+        }
+        copy_bytes(block > 0 ? device + block * block_bytes + layer_offset : host + host_block * page_bytes,
+                   workspace + item * page_bytes, nullptr, page_bytes);
+    }
+}

@@ -1,0 +1,319 @@
+"""Page copies by the kernel and by the copy engine against copies of single byte ranges, over whole pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import InvariantError
+from hisparse.layout import KVCacheLayout
+from hisparse.ops import reference
+from hisparse.ops.page_list import page_list, pair_list
+from hisparse.ops.status import NO_PAGE
+from tests.gpu.host_memory import HostMemory
+from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
+
+pytestmark = pytest.mark.gpu
+DEVICE, HOST = 260, 120
+LAYOUTS = {
+    "bfloat16": make_layout(),
+    "float32, pages of 8": make_layout(dtype="float32", block_size=8),
+    "fp8_ds_mla": make_layout(row_format="fp8_ds_mla"),
+    "fp8_ds_mla, 41,984 bytes": make_layout(row_format="fp8_ds_mla", block_size=64, latent=512),
+    "one group": make_layout(num_groups=1),
+}
+
+
+class OnDevice:
+    """A copy of `pools` on the device and in registered memory, and the copier under test over it."""
+
+    def __init__(self, pools: Pools, memory: HostMemory, ctas: int = 32) -> None:
+        from hisparse.ops.cuda.pages import PageCopier
+
+        self.layout = pools.layout
+        self.device = pools.device.cuda()
+        self.host_bytes = memory.cpu[: pools.host.nbytes].view(pools.host.shape)
+        self.host_bytes.copy_(pools.host)
+        alias = memory.cuda[: pools.host.nbytes].view(pools.host.shape)
+        self.host_rows = [as_rows(pools.layout, layer) for layer in alias]
+        self.rows = as_rows(pools.layout, self.device)
+        assert self.rows.data_ptr() == self.device.data_ptr()
+        self.copier = PageCopier(pools.layout, self.rows, self.host_rows, ctas=ctas)
+
+    def check(self, want: Pools) -> None:
+        torch.cuda.synchronize()
+        assert torch.equal(self.device.cpu(), want.device), "device bytes differ"
+        assert torch.equal(self.host_bytes, want.host), "host bytes differ"
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[HostMemory]:
+    with HostMemory(128 << 20) as memory:
+        yield memory
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> KVCacheLayout:
+    return LAYOUTS[request.param]
+
+
+def random_pages(layout, count, seed, *, in_runs=False, whole=False):
+    rng, groups, size = np.random.default_rng(seed), layout.num_resident_groups, layout.block_size
+    if in_runs:
+        hosts = list(range(3, 3 + count))
+        blocks = np.arange(2, 2 + count)[:, None] + np.arange(groups) * (count + 1)
+        hosts[count // 2 :] = [host + 2 for host in hosts[count // 2 :]]
+    else:
+        hosts = distinct(count, HOST, rng)
+        blocks = np.array(distinct(count * groups, DEVICE, rng)).reshape(count, groups)
+    return page_list(hosts, blocks, size if whole else rng.integers(0, size + 1, count))
+
+
+@pytest.mark.parametrize("path", ["kernel", "engine", "auto"])
+@pytest.mark.parametrize("operation", ["spill", "restore"])
+def test_between_device_and_host(layout, operation, path, memory):
+    for count, seed, in_runs, whole in ((1, 0, False, False), (100, 1, False, False), (90, 2, True, True), (0, 3, False, True)):
+        pools = Pools.random(layout, DEVICE, HOST, seed)
+        ours, pages = OnDevice(pools, memory), random_pages(layout, count, seed, in_runs=in_runs, whole=whole)
+        for _ in range(2):
+            getattr(ours.copier, operation)(pages, path=path)
+        getattr(pools, operation)(pages)
+        ours.check(pools)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 64, 500])
+def test_runs_of_rows_are_the_references(layout, num_rows, memory):
+    from hisparse.ops.cuda.pages import copy_pages
+
+    pools = Pools.random(layout, DEVICE, HOST, 11)
+    ours, make = OnDevice(pools, memory), torch.Generator().manual_seed(num_rows)
+    total, host_total = pools.rows.shape[0], pools.host_rows[0].shape[0]
+    to_host = torch.randperm(host_total // num_rows, generator=make)[:40] * num_rows
+    sources = torch.randint(0, total - num_rows, to_host.shape, generator=make)
+    copy_pages(ours.host_rows[2], to_host.cuda(), ours.rows, sources.cuda(), num_rows, ctas=5)
+    reference.copy_pages(pools.host_rows[2], to_host, pools.rows, sources, num_rows)
+    both = torch.randperm(total // num_rows, generator=make)[: 2 * (total // num_rows // 2)].view(2, -1) * num_rows
+    copy_pages(ours.rows, both[0].cuda(), ours.rows, both[1].cuda(), num_rows)
+    reference.copy_pages(pools.rows, both[0], pools.rows, both[1], num_rows)
+    ours.check(pools)
+    copy_pages(ours.rows, both[0, :0].cuda(), ours.rows, both[1, :0].cuda(), num_rows)
+    for change, words in (({"dst_first": both[0].cuda().int()}, "int64"), ({"src": ours.rows[:, :16]}, "alike"),
+                          ({"dst_first": both[0, :1].cuda()}, "alike")):
+        arguments = {"dst": ours.rows, "dst_first": both[0].cuda(), "src": ours.rows, "src_first": both[1].cuda(), **change}
+        with pytest.raises(InvariantError, match=words):
+            copy_pages(num_rows=num_rows, **arguments)
+    ours.check(pools)
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 64])
+def test_any_number_of_ctas_copies_the_same(ctas, memory):
+    layout = LAYOUTS["fp8_ds_mla"]
+    pools = Pools.random(layout, DEVICE, HOST, 7)
+    ours, pages = OnDevice(pools, memory, ctas), random_pages(layout, 60, 7)
+    ours.copier.spill(pages)
+    pools.spill(pages)
+    ours.check(pools)
+
+
+@pytest.mark.parametrize("path", ["kernel", "engine"])
+@pytest.mark.parametrize("on", ["device", "host"])
+@pytest.mark.parametrize("layered", [True, False])
+def test_scatter_of_staged_pages(layout, layered, on, path, memory):
+    pools = Pools.random(layout, DEVICE, HOST, 3)
+    pages = random_pages(layout, 24, 3, in_runs=path == "engine", whole=path == "engine")
+    pages[::3, 2:] = 0
+    pages[7, -1] = 0
+    raw = torch.randint(0, 256, (30 * layout.host_block_bytes,), dtype=torch.uint8)
+    with HostMemory(raw.numel()) as staging:
+        staging.cpu.copy_(raw)
+        ours = OnDevice(pools, memory)
+        ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30, path=path)
+        pools.scatter(raw, pages, layered, 30)
+        ours.check(pools)
+
+
+def test_copies_for_forks(layout, memory):
+    rng, pools = np.random.default_rng(4), Pools.random(layout, DEVICE, HOST, 4)
+    ours = OnDevice(pools, memory)
+    blocks = pair_list(np.array(distinct(80, DEVICE, rng)).reshape(-1, 2), 1)
+    hosts = pair_list(np.array(distinct(80, HOST, rng)).reshape(-1, 2), rng.integers(0, layout.block_size + 1, 40))
+    ours.copier.copy_blocks(blocks)
+    ours.copier.copy_host_pages(hosts)
+    pools.copy_blocks(blocks)
+    pools.copy_host_pages(hosts)
+    ours.check(pools)
+
+
+@pytest.mark.parametrize("copy_resident", [False, True])
+def test_gather_is_the_references(layout, copy_resident, memory):
+    rng, pools = np.random.default_rng(5), Pools.random(layout, DEVICE, HOST, 5)
+    ours, theirs = OnDevice(pools, memory), reference.PageCopier(layout, pools.rows, pools.host_rows)
+    source, resident = (torch.zeros(3, 100, dtype=torch.int32) for _ in range(2))
+    source[1, 2:90] = torch.tensor(distinct(88, HOST, rng))
+    resident[1, 5:90:7] = torch.tensor(distinct(13, DEVICE, rng), dtype=torch.int32)
+    source[1, 12] = 0
+    wide = torch.zeros(3, 105, dtype=torch.int32, device="cuda")[:, 5:]
+    wide.copy_(resident)
+    status = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for layer in range(layout.shape.num_layers):
+        raw = torch.full((90, layout.layer_page_bytes), POISON, dtype=torch.uint8)
+        got = as_rows(layout, raw.cuda())
+        arguments = {"first_page": 2, "num_pages": 88, "copy_resident": copy_resident}
+        theirs.gather_pages(layer, 1, source, resident, as_rows(layout, raw), **arguments)
+        ours.copier.gather_pages(layer, 1, source.cuda(), wide, got, status=status, **arguments)
+        assert torch.equal(got.view(torch.uint8).view(raw.shape).cpu(), raw)
+    assert status.tolist() == [0] * 4
+    ours.check(pools)
+
+
+@pytest.mark.parametrize(("host", "block"), [(0, 0), (HOST, 0), (2**31 - 1, 0), (3, DEVICE), (-1, 0)])
+def test_gather_reports_a_page_in_neither_tier(host, block, memory):
+    layout = LAYOUTS["bfloat16"]
+    ours = OnDevice(Pools.random(layout, DEVICE, HOST, 6), memory)
+    source, resident = (torch.full((2, 9), value, dtype=torch.int32, device="cuda") for value in (4, 0))
+    source[1, 6], resident[1, 6] = host, block
+    raw = torch.full((5, layout.layer_page_bytes), POISON, dtype=torch.uint8, device="cuda")
+    status = torch.zeros(4, dtype=torch.int32, device="cuda")
+    ours.copier.gather_pages(1, 1, source, resident, as_rows(layout, raw), first_page=4, num_pages=5, copy_resident=True,
+                             status=status)
+    assert status.tolist() == [NO_PAGE, 1, 6 * layout.block_size, block or host]
+    assert bool((raw[2] == POISON).all()) and torch.equal(raw[[0, 1, 3, 4]].cpu(), ours.host_bytes[1, [4] * 4])
+
+
+def test_gather_in_a_graph_follows_its_tables(memory):
+    layout = LAYOUTS["fp8_ds_mla"]
+    pools = Pools.random(layout, DEVICE, HOST, 8)
+    ours = OnDevice(pools, memory)
+    source, resident = (torch.full((1, 40), value, dtype=torch.int32, device="cuda") for value in (4, 0))
+    raw = torch.full((40, layout.layer_page_bytes), POISON, dtype=torch.uint8, device="cuda")
+
+    def gather() -> None:
+        ours.copier.gather_pages(2, 0, source, resident, as_rows(layout, raw), first_page=0, num_pages=40, copy_resident=True)
+
+    gather()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gather()
+    for seed in (1, 2):
+        rng = np.random.default_rng(seed)
+        source[0] = torch.tensor(distinct(40, HOST, rng), dtype=torch.int32)
+        resident[0, ::seed + 1] = torch.tensor(distinct(len(resident[0, ::seed + 1]), DEVICE, rng), dtype=torch.int32)
+        graph.replay()
+        want = torch.stack([pools.page(2, int(block)) if block else pools.host[2, int(host)]
+                            for block, host in zip(resident[0].tolist(), source[0].tolist(), strict=True)])
+        assert torch.equal(raw.cpu(), want)
+
+
+def test_many_batches_follow_each_other_without_waiting(memory):
+    """Lists are uploaded from pinned memory that the next batch must not overwrite; a long copy delays the stream."""
+    layout = LAYOUTS["fp8_ds_mla, 41,984 bytes"]
+    pools = Pools.random(layout, DEVICE, HOST, 9)
+    ours, ballast = OnDevice(pools, memory, ctas=1), torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ballast.fill_(1), ballast.fill_(2)
+        for seed in range(40):
+            pages = random_pages(layout, 5, seed)
+            (ours.copier.spill if seed % 2 else ours.copier.restore)(pages)
+            (pools.spill if seed % 2 else pools.restore)(pages)
+    torch.cuda.current_stream().wait_stream(side)
+    ours.check(pools)
+
+
+def test_b14_pages_beyond_two_gib():
+    """Host rows and device blocks on both sides of byte 2^31, in the last layer's part of the pool."""
+    layout = make_layout(row_format="fp8_ds_mla", block_size=64, latent=512, groups=((0,), (1,)), num_groups=1)
+    page = layout.layer_page_bytes
+    host_blocks, device_blocks = 2**31 // page // 2 + 20, 2**31 // layout.block_bytes + 12
+    from hisparse.ops.cuda.pages import PageCopier
+
+    with HostMemory(2 * host_blocks * page) as memory:
+        host = memory.cuda.view(2, host_blocks, page)
+        device = torch.full((device_blocks, layout.block_bytes), POISON, dtype=torch.uint8, device="cuda")
+        memory.cpu.view(2, host_blocks, page)[:, -30:] = torch.randint(0, 256, (2, 30, page), dtype=torch.uint8)
+        memory.cpu.view(2, host_blocks, page)[:, 1] = 5
+        assert (host_blocks + host_blocks - 25) * page > 2**31 and (device_blocks - 3) * layout.block_bytes > 2**31
+        copier = PageCopier(layout, as_rows(layout, device), [as_rows(layout, layer) for layer in host])
+        far, near = list(range(host_blocks - 30, host_blocks)), list(range(device_blocks - 20, device_blocks))
+        copier.restore(page_list(far[:20], np.array(near)[:, None], 64))
+        torch.cuda.synchronize()
+        want = memory.cpu.view(2, host_blocks, page)
+        for place, block in enumerate(near):
+            for layer in range(2):
+                start = layout.layer_byte_offset(layer)
+                assert torch.equal(device[block, start : start + page].cpu(), want[layer, far[place]])
+        assert bool((device[: device_blocks - 20] == POISON).all())
+        copier.spill(page_list(far[20:], np.array(near[:10])[:, None], 64))
+        copier.copy_blocks(pair_list([(near[19], 1)], 64))
+        copier.copy_host_pages(pair_list([(far[0], 2)], 64))
+        workspace = torch.zeros(2 * 64, 656, dtype=torch.uint8, device="cuda")
+        tables = [torch.tensor([pages], dtype=torch.int32, device="cuda") for pages in ([far[3], 0], [0, near[4]])]
+        copier.gather_pages(1, 0, *tables, workspace, first_page=0, num_pages=2, copy_resident=True)
+        torch.cuda.synchronize()
+        assert torch.equal(want[:, far[20:]], want[:, far[:10]])
+        assert torch.equal(device[1].cpu(), device[near[19]].cpu()) and torch.equal(want[:, 2], want[:, far[0]])
+        assert bool((want[:, 1] == 5).all()) and bool((want[:, 3 : host_blocks - 30] == 0).all())
+        assert torch.equal(workspace.view(2, page).cpu(), want[1, [far[3], far[4]]])
+        del host, copier
+
+
+def test_b01_every_layer_reads_back_its_own_value_by_each_route(memory):
+    """Value 1000 * layer + slot to slot 5 of every layer in turn; then resident, spilled, and restored to another block."""
+    from hisparse.ops.cuda.append import append_rows
+
+    layout = make_layout(dtype="float32", groups=((0,), (1,), (2,)), num_groups=1)
+    pools = Pools.random(layout, 12, 9, 1)
+    ours, one = OnDevice(pools, memory), torch.ones(1, dtype=torch.int64, device="cuda")
+    resident = torch.tensor([[0, 0, 0], [4, 7, 0]], dtype=torch.int32, device="cuda")
+
+    def value(rows: Tensor) -> float:
+        assert float(rows.min()) == float(rows.max())
+        return float(rows[0])
+
+    for layer in range(3):
+        append_rows(torch.full((1, 144), 1000.0 * layer + 5, device="cuda"), one.int(), 5 * one, one.bool(),
+                    resident_table=resident, mirror_table=None, block_size=4, rows_per_block=layout.rows_per_block,
+                    row_offset=layout.layer_row_offset[layer], rows=ours.rows, host_rows=None)
+
+    def flat(block: int, layer: int) -> int:
+        return block * layout.rows_per_block + layout.layer_row_offset[layer] + 1
+
+    ours.copier.spill(page_list([6], [(7,)], 4))
+    ours.copier.restore(page_list([6], [(9,)], 2))
+    torch.cuda.synchronize()
+    for layer in range(3):
+        want = 1000.0 * layer + 5
+        assert value(ours.rows[flat(7, layer)]) == want, "resident"
+        assert value(ours.host_rows[layer][6 * 4 + 1].cpu()) == want, "host"
+        assert value(ours.rows[flat(9, layer)]) == want, "restored"
+
+
+def test_what_cannot_be_copied_is_refused(memory):
+    layout = LAYOUTS["bfloat16"]
+    pools = Pools.random(layout, DEVICE, HOST, 2)
+    ours = OnDevice(pools, memory)
+    pages = random_pages(layout, 4, 2)
+    for column, value, words in ((1, 0, "host block 0"), (1, HOST, f"host block {HOST}"), (2, DEVICE, "device block"),
+                                 (0, layout.block_size + 1, "rows")):
+        bad = pages.copy()
+        bad[2, column] = value
+        with pytest.raises(InvariantError, match=words):
+            ours.copier.spill(bad)
+    with pytest.raises(InvariantError, match="staging must be"):
+        ours.copier.scatter(torch.zeros(4 * layout.host_block_bytes, dtype=torch.uint8), pages, layered=True, slot_pages=4)
+    with pytest.raises(InvariantError, match="16-byte aligned"):
+        raw = torch.zeros(4 * layout.host_block_bytes + 1, dtype=torch.uint8, device="cuda")[1:]
+        ours.copier.scatter(raw, pages, layered=True, slot_pages=4)
+    from hisparse.ops.cuda.pages import PageCopier
+
+    with pytest.raises(InvariantError, match="on cpu"):
+        PageCopier(layout, pools.rows)
+    with pytest.raises(InvariantError, match="7 equal tensors"):
+        PageCopier(layout, ours.rows, ours.host_rows[:3])
+    ours.check(pools)

@@ -1,0 +1,38 @@
+"""The random life of tests/worker/test_walk.py with every kernel, on a device whose copies are held up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hisparse.worker import Place
+from tests.gpu.gate import Gate
+from tests.worker.test_walk import World, live
+
+pytestmark = pytest.mark.gpu
+
+
+class CudaWorld(World):
+    """Copies wait at a gate on the DMA stream. Attention in float32: sums in another order than the reference's."""
+
+    atol, rtol = 2e-5, 2e-4
+
+    def __init__(self, seed: int, num_groups: int) -> None:
+        self.gate = Gate()
+        super().__init__(seed, num_groups, "cuda", wide=True)
+
+    def pause(self) -> None:
+        self.gate.hold(self.rig.parts.streams.raw(Place.DMA))
+
+    def resume(self) -> None:
+        self.gate.open()
+
+
+@pytest.mark.parametrize(("seed", "num_groups"), [(0, 2), (1, 4), (2, 1)])
+def test_random_life_equals_dense_attention(seed, num_groups):
+    world = CudaWorld(seed, num_groups)
+    try:
+        live(world)
+    finally:
+        world.gate.open()
+        torch.cuda.synchronize()
