@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_step [--layers N] [--json PATH] [--check]
 
-GLM-5.2's shapes with random bfloat16 weights (dense MLP of width 2,048, a few experts in the last layer), one captured graph a
-batch size. A step is what a rank does: the worker's command (mirrors of all seats; with HiSparse off its tables stay), the graph,
-the wait for the tokens, the worker's output. Both engines take turns, so that drift hits both. Exit code 1 with --check if a bar
-is missed.
+GLM-5.2's shapes with random bfloat16 weights (dense MLP of width 2,048, a few experts in the last layer), one captured graph
+a batch size. A step is what a rank does: the worker's command (mirrors of all seats; with HiSparse off its tables stay), the
+graph, the wait for the tokens, the worker's output. Both engines take turns, so that drift hits both. Exit code 1 with --check
+if a bar is missed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def glm(layers: int) -> tuple[Any, ModelShape]:
     kinds = ["full" if i < 3 or i % 4 == 2 else "shared" for i in range(layers)]
     config = GlmMoeDsaConfig(
         vocab_size=4096, hidden_size=6144, intermediate_size=2048, moe_intermediate_size=2048, num_hidden_layers=layers,
-        num_attention_heads=64, num_key_value_heads=64, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2, n_group=1,
-        topk_group=1, kv_lora_rank=512, q_lora_rank=2048, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256,
+        num_attention_heads=64, num_key_value_heads=64, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=1, topk_group=1, kv_lora_rank=512, q_lora_rank=2048, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256,
         index_topk=2048, index_head_dim=128, index_n_heads=32, mlp_layer_types=["dense"] * (layers - 1) + ["sparse"],
         max_position_embeddings=200_000, indexer_types=kinds)
     torch.set_default_dtype(torch.bfloat16)
