@@ -180,7 +180,7 @@ def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.R
         for share in (0.0, 0.02, 0.10, 1.0) if quick else SHARES:
             misses = round(share * TOP_K)
             got = bench.measure(timer, misses, launches=8 if misses < 205 else 4,
-                                replays=3 if batch * misses > 50_000 else 9)
+                                replays=3 if batch * misses > 50_000 else 25 if batch * misses < 1000 else 9)
             copy = got.get("copy_us", 0.0)
             if batch >= 64 and misses:
                 bar: float | None = 1.05 * (copy + floor)
@@ -235,18 +235,16 @@ def locality_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[repo
 
 def tune(pool: Tensor, timer: gpu.ColdTimer) -> None:
     """Prints the time of launch geometries, to choose `Geometry.choose` by."""
-    for batch, misses in itertools.product((1, 16, 64, 256), (0, 41, 205)):
+    tried = {1: (8, 16), 16: (4, 8), 64: (1, 2, 4), 256: (1, 2)}
+    for (batch, clusters), misses in itertools.product(tried.items(), (0, 41, 205)):
         bench = Bench(batch, 656, 4096, pool, pool.numel() // 656 // BLOCK * BLOCK)
         base, line = Geometry.choose(batch, 1, TOP_K, 4096), []
-        for cluster, threads, per_sm in itertools.product((1, 2, 4, 8, 16), (128, 256), (1, 2, 3, 4)):
-            if cluster * batch > 1100 or (batch <= 16 and (cluster < 8 or per_sm > 1)) or (batch >= 64 and cluster > 4):
-                continue
+        for cluster, threads, per_sm in itertools.product(clusters, (128, 256), (1, 2, 3) if batch >= 64 else (1,)):
             if threads == 128 and batch > 1:
                 continue
-            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, eager=int(batch < 64),
-                               groups=256 // threads)
+            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, groups=256 // threads)
             try:
-                got = bench.measure(timer, misses, launches=4, replays=3, geometry=geometry, copies=False)
+                got = bench.measure(timer, misses, launches=4, replays=5, geometry=geometry, copies=False)
                 line.append(f"{cluster}x{threads}/{per_sm}: {got['us']:.1f}")
             except Exception as error:
                 line.append(f"{cluster}x{threads}/{per_sm}: {type(error).__name__} {str(error)[:60]}")

@@ -4,7 +4,7 @@
 
 GLM-5.2's shapes with random bfloat16 weights (dense MLP of width 2,048, a few experts in the last layer), one captured graph
 a batch size. A step is what a rank does: the worker's command (mirrors of all seats; with HiSparse off its tables stay), the
-graph, the wait for the tokens, the worker's output. Both engines take turns, so that drift hits both. Exit code 1 with --check
+graph, the worker's output, the wait for the tokens. Both engines take turns, so that drift hits both. Exit code 1 with --check
 if a bar is missed.
 """
 
@@ -106,9 +106,8 @@ class Engine:
         out = self.runner.run(chunks)
         if self.parts.worker is not None:
             self.parts.worker.end_step()
-        out.take()
-        if self.parts.worker is not None:
             self.parts.worker.output()
+        out.take()
         return time.perf_counter() - start
 
 

@@ -121,9 +121,10 @@ class RankEngine:
                 self.parts.worker.wait_for_writer()
         out = self._runner.run(command.chunks)
         self._connectors.end_step()
+        kv = self._connectors.output() or {}  # while the device works: what completes meanwhile is told by the next step
         sampled = self._sample(out)
-        return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled,
-                          kv=self._connectors.output() or {}, device_s=time.perf_counter() - began)
+        return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled, kv=kv,
+                          device_s=time.perf_counter() - began)
 
     def _sample(self, out: StepOutput) -> dict[str, SampledToken]:
         """Waits for the step and chooses. Raises InvariantError, and lets no token out, when the step went wrong."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,8 +66,9 @@ class Counters:
 
     def take(self) -> tuple[ResolveStats, dict[int, ResolveStats]]:
         """Sums since the last call, of everything and of each seat that has any; on CUDA, those that have arrived."""
-        table = self._arrived()[:, :-1]
-        by_seat = {seat: self._stats(table[:, seat].tolist()) for seat in table.any(0).nonzero().squeeze(1).tolist()}
+        table = self._arrived()[:, :-1].numpy()
+        seats = np.flatnonzero(table.any(0))
+        by_seat = dict(zip(seats.tolist(), map(self._stats, table[:, seats].T.tolist())))
         total = self._stats(table.sum(1).tolist()) + ResolveStats(
             host_to_device_bytes=self.restored_rows * self._row_bytes,
             device_to_host_bytes=self.spilled_bytes,

@@ -52,7 +52,7 @@ class Geometry:
                 f"{query_rows} rows of top-{top_k} per request have more than {MAX_ENTRIES} entries; split the request's rows"
             )
         threads = 256
-        cluster = 16 if requests <= 2 else 8 if requests <= 16 else 4 if requests <= 64 else 2
+        cluster = 16 if requests <= 2 else 8 if requests <= 16 else 2
         while cluster > 1 and bucket // cluster < 128:
             cluster //= 2
         while query_rows * bucket // cluster // threads > 8 and cluster < 8:
@@ -66,7 +66,7 @@ class Geometry:
                 cluster *= 2
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2 if query_rows * groups > 2 or cluster >= 8 else 4,
+                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2,
                    hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
