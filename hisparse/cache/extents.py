@@ -104,7 +104,10 @@ class Extents:
         while len(out) < n:
             missing = n - len(out)
             start = self._place(missing, room)
-            self._take_run(start, self.num_from(start, missing), out)
+            count = self.num_from(start, missing)
+            if not count:
+                raise InvariantError(f"block {start} was chosen of {self._count} that are counted as free, but is not")
+            self._take_run(start, count, out)
         return out
 
     def _place(self, n: int, room: int) -> int:

@@ -65,14 +65,17 @@ class HostBlockPool(BlockPool):
     def _evict_extent(self, most: int) -> None:
         """The oldest readable block and, if nobody holds a block of its extent, its readable neighbours; at most so many."""
         oldest, size = self._next[NULL_BLOCK], self.extents.extent_blocks
+        if oldest == NULL_BLOCK:
+            raise InvariantError(f"{self.name} pool: {self.num_readable} readable blocks are counted, but none is listed")
         start = oldest - oldest % size
-        blocks = [oldest]
-        if not any(self._refs[start : start + size]):
-            blocks += [block for block in range(start, min(start + size, self.num_blocks))
-                       if self._watched[block] and block != oldest]
-        for block in blocks[:most]:
-            if self._watched[block]:  # else an earlier watcher took it along
+        end = min(start + size, self.num_blocks)
+        along = [] if any(self._refs[start:end]) else [block for block in range(start, end) if self._watched[block]]
+        self.extents.append(self._take_readable(oldest))
+        most -= 1
+        for block in along:
+            if most and self._watched[block]:  # not the oldest, and not taken along by an earlier watcher
                 self.extents.append(self._take_readable(block))
+                most -= 1
 
     def check(self) -> None:
         self.extents.check(self.name)
