@@ -48,7 +48,8 @@ def _steady(context: Context, name: str, load: Load, *, bar: float | None = None
                 times.append(rig.step() * 1e3)
                 phases.append(rig.phases_s)
             runs.append(times)
-    changes = difference(rig.manager.stats(), before)
+    after = rig.manager.stats()
+    changes = difference(after, before)
     num_steps = repeats * steps
     _check_steady(rig, changes, num_steps)
     frozen = _with_frozen_heap(rig, steps)
@@ -57,7 +58,8 @@ def _steady(context: Context, name: str, load: Load, *, bar: float | None = None
     detail: dict[str, Any] = {f"{phase}_us": statistics.median(parts[phase] for parts in phases) * 1e6 for phase in PHASES}
     detail |= {f"{counter}_per_step": count / num_steps for counter, count in changes.items() if count}
     detail |= {"median_frozen_ms": statistics.median(frozen), "max_frozen_ms": max(frozen),
-               "longest_collection_ms": collections.longest_s * 1e3, "steps": num_steps}
+               "longest_collection_ms": collections.longest_s * 1e3,
+               "host_pages_per_run": after.host_pages / after.host_runs, "steps": num_steps}
     name = f"{name} {load.num_requests}x{size(load.num_tokens)}"
     return [context.row(name, statistics.median(every), "ms", bar=bar, best=min(map(statistics.median, runs)),
                         p90=p90(every), max=max(every), detail=detail)]

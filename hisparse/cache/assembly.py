@@ -11,6 +11,7 @@ from hisparse.cache.groups import (
     HiSparseSourceManager,
     IndexerManager,
 )
+from hisparse.cache.host_blocks import HostBlockPool
 from hisparse.cache.prefix_index import PrefixIndex
 from hisparse.cache.tables import TableChanges
 from hisparse.config import CacheConfig, hot_rows, hot_rows_max
@@ -37,7 +38,7 @@ def build_core(layout: KVCacheLayout, config: CacheConfig, *, num_host_blocks: i
             layout.hots, pool, block_size=layout.block_size, start_blocks=[layout.hot_blocks(n) for n in rows],
             max_blocks=[layout.hot_blocks(n) for n in hot_rows_max(config, layout)])
         source = HiSparseSourceManager(
-            layout.source, BlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
+            layout.source, HostBlockPool(num_host_blocks, incarnation=incarnation, name="host"), index)
         watermark_blocks = max(hot.region_blocks, int(config.device_blocks * config.watermark))
     return CacheCore(
         layout=layout, max_model_len=max_model_len, watermark_blocks=watermark_blocks,

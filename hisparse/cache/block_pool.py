@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,15 @@ OnShortage = Callable[[int], None]
 _STANDING, _OWN = 1, 2
 _BULK = 64
 """From so many blocks on, numpy is faster than a loop."""
+
+
+class FreeBlocks(Protocol):
+    """Free blocks without a watcher, in any order."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def append(self, block: int, /) -> None: ...
+    def extend(self, blocks: list[int], /) -> None: ...
 
 
 class BlockPool:
@@ -47,8 +57,9 @@ class BlockPool:
         self.generations: npt.NDArray[np.uint64] = np.full(num_blocks, incarnation & (2**64 - 1), dtype=np.uint64)
         """Hand-outs of each block so far, from `incarnation` on; bumped by `take_handed_out`."""
         self._refs = array("i", bytes(4 * num_blocks))
-        self._plain = array("i", range(num_blocks - 1, 0, -1))
+        self._stack = array("i", range(num_blocks - 1, 0, -1))
         """Free blocks without a watcher; the last is handed out next."""
+        self._plain: FreeBlocks = self._stack
         # Readable blocks, a ring through the null block: _next[0] is handed out next, _prev[0] last. Else 0.
         self._next = array("i", bytes(4 * num_blocks))
         self._prev = array("i", bytes(4 * num_blocks))
@@ -82,7 +93,7 @@ class BlockPool:
 
     def free_blocks(self) -> list[int]:
         """The free list, next to be handed out first. O(free)."""
-        return [*reversed(self._plain), *self._readable()]
+        return [*reversed(self._stack), *self._readable()]
 
     def _readable(self) -> Iterator[int]:
         block = self._next[NULL_BLOCK]
@@ -122,7 +133,7 @@ class BlockPool:
                 self.on_shortage(missing)
             if n > self.num_free:
                 return None
-        plain = self._plain
+        plain = self._stack
         out: list[int] = []
         while True:
             count = min(n - len(out), len(plain))
@@ -138,7 +149,7 @@ class BlockPool:
     def _take_accepted(self, n: int, accept: Accept) -> list[int] | None:
         out: list[int] = []
         passed: list[int] = []
-        plain = self._plain
+        plain = self._stack
         for block in reversed(plain):
             if len(out) == n:
                 break
@@ -281,10 +292,10 @@ class BlockPool:
         Returns them, with those that a watcher took along."""
         dropped: list[int] = []
         while len(dropped) < n and self.num_readable:
-            before = len(self._plain)
+            before = len(self._stack)
             block = self._take_readable(self._next[NULL_BLOCK])
-            dropped += [block, *self._plain[before:]]  # its watcher may have taken others along
-            self._plain.append(block)
+            dropped += [block, *self._stack[before:]]  # its watcher may have taken others along
+            self._stack.append(block)
         return dropped
 
     # ------------------------------------------------------------------------------------------- conservation

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hisparse.cache.block_pool import BlockPool
+from hisparse.cache.extents import num_runs
 from hisparse.cache.groups import (
     HiSparseHotManager,
     HiSparseResidentManager,
@@ -146,6 +147,7 @@ class CacheCore:
         inc.states += bytes(count)
         inc.indexer.extend(indexer)
         inc.host.extend(host)
+        inc.host_runs += num_runs(inc.host, first)
         self.page_counts[PageState.NONE] += count
         self.move_run(inc, first, first + count, event)
         self.tables.pages(inc, first, first + count)
@@ -164,6 +166,7 @@ class CacheCore:
         self.page_counts[PageState.NONE] -= 1
         inc.states.pop()
         inc.indexer.pop()
+        inc.host_runs -= num_runs(inc.host, page)
         inc.host.pop()
         inc.covered.pop(page, None)
 
@@ -285,6 +288,8 @@ def _check_incarnation(inc: Incarnation, groups: int) -> None:
         raise InvariantError(f"{who}: counts of pages {(inc.num_pinned, inc.num_spilling)} are off")
     if inc.states.count(PageState.NONE):
         raise InvariantError(f"{who}: page {inc.states.index(PageState.NONE)} is in the table in state NONE")
+    if inc.host_runs != num_runs(inc.host, 0):
+        raise InvariantError(f"{who}: {inc.host_runs} runs of host blocks counted, there are {num_runs(inc.host, 0)}")
     if any(not 0 <= page < inc.num_pages for page in inc.resident):
         raise InvariantError(f"{who}: resident pages {sorted(inc.resident)} of {inc.num_pages} pages")
     for page, state in enumerate(inc.states):

@@ -53,7 +53,7 @@ class Fork:
         end = core.layout.pages(parent.valid)
         indexer = core.indexer.allocate(end - shared)
         resident = core.residents.allocate(end - shared)
-        host = core.source.allocate(end - shared)
+        host = core.source.allocate(child, end - shared)
         assert indexer is not None and resident is not None and host is not None
         core.append_pages(child, PageEvent.FORK, indexer=indexer, host=host)
         for page, blocks in enumerate(resident, shared):

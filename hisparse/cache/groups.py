@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from hisparse.cache.block_pool import Accept, BlockPool
+from hisparse.cache.host_blocks import HostBlockPool
 from hisparse.cache.prefix_index import PrefixIndex, PublishedBlocks
 from hisparse.cache.request import Incarnation
 from hisparse.errors import InvariantError
@@ -141,12 +142,15 @@ class HiSparseHotManager:
 class HiSparseSourceManager:
     """Host pages: one host block per page; published ones are found by page key."""
 
-    def __init__(self, group: SourceGroup, pool: BlockPool, index: PrefixIndex) -> None:
+    def __init__(self, group: SourceGroup, pool: HostBlockPool, index: PrefixIndex) -> None:
         if group.block_pool_id is not None:
             raise InvariantError("the source group must not be in a device pool")
         self.group = group
         self.pool = pool
         self.published = PublishedBlocks.of_host(pool, index)
 
-    def allocate(self, n: int) -> list[int] | None:
-        return self.pool.take(n)
+    def allocate(self, inc: Incarnation, n: int) -> list[int] | None:
+        """The request's next n blocks: behind its last one where they are free, else where the pages that are reserved for
+        it fit as well."""
+        have = inc.host
+        return self.pool.take(n, after=have[-1] if have else 0, room=max(0, inc.host_target_pages - len(have) - n))

@@ -64,7 +64,7 @@ class Growth:
         core = self.core
         indexer = core.indexer.allocate(count)
         resident = core.residents.allocate(count)
-        host = core.source.allocate(count) if core.source is not None else [0] * count
+        host = core.source.allocate(inc, count) if core.source is not None else [0] * count
         if indexer is None or resident is None or host is None:
             raise InvariantError(f"request {inc.request_id!r}: {count} pages were counted as available but are not")
         first = inc.num_pages

@@ -67,7 +67,7 @@ class Loads:
         accept = None if core.all_quiet else core.is_quiet
         indexer = core.indexer.allocate((hit_pages - gpu_pages) + (end - first), accept)
         resident = core.residents.allocate(end - first_resident, accept)
-        host = core.source.allocate(end - first) if core.source is not None else [0] * (end - first)
+        host = core.source.allocate(inc, end - first) if core.source is not None else [0] * (end - first)
         if indexer is None or resident is None or host is None:
             raise InvariantError(f"request {inc.request_id!r}: admission counted wrong, no blocks for its load")
         if gpu_pages < hit_pages:

@@ -84,6 +84,8 @@ class Incarnation:
     indexer: array[int] = field(default_factory=lambda: array("i"))
     host: array[int] = field(default_factory=lambda: array("i"))
     """Blocks by page; 0 = none."""
+    host_runs: int = 0
+    """Runs of consecutive host blocks, in page order."""
     resident: dict[int, ResidentPage] = field(default_factory=dict)
     """The pages that are on the GPU."""
     # ---- counts of pages

@@ -66,6 +66,13 @@ class CacheStats:
     host_blocks_total: int = 0
     host_blocks_free: int = 0
     host_blocks_reserved: int = 0
+    host_extents_whole: int = 0
+    """Extents of the host pool without a used or readable block."""
+    host_pages: int = 0
+    """Pages of admitted requests; shared ones count for each."""
+    host_runs: int = 0
+    """Runs of consecutive host blocks that these pages form, each request's in page order: `host_pages / host_runs` is the
+    mean length. 1 = scattered."""
     host_pages_published: int = 0
     requests_open: int = 0
     requests_admitted: int = 0

@@ -25,6 +25,9 @@ def check(world: World) -> None:
         assert promised >= 0, f"{-promised} host blocks promised beyond the free ones"
     source = world.m.core.source
     assert source is not None
+    for flight in world.flights:
+        for block in (block for span in flight.command.mirrors for block in span.host_blocks if block >= 0):
+            assert source.pool.refs(block), f"host block {block} is free while step {flight.step} may mirror rows to it"
     for block in world.m.published_host_blocks():
         assert world.dropped.get(block) != int(source.pool.generations[block]), f"host block {block} was published too late"
         for worker in world.h.writers:

@@ -31,7 +31,7 @@ def negative_references(m: KVCacheManager) -> None:
 
 
 def free_block_lost(m: KVCacheManager) -> None:
-    m.core.source.pool._plain.pop()
+    m.core.source.pool.extents.take(1)
 
 
 def readable_block_without_watcher(m: KVCacheManager) -> None:
@@ -39,7 +39,27 @@ def readable_block_without_watcher(m: KVCacheManager) -> None:
 
 
 def plain_block_with_watcher(m: KVCacheManager) -> None:
-    m.core.source.pool._watched[m.core.source.pool._plain[-1]] = 1
+    m.core.source.pool._watched[m.core.source.pool.free_blocks()[0]] = 1
+
+
+def free_block_outside_its_extent(m: KVCacheManager) -> None:
+    m.core.source.pool.extents._free[m.core.source.pool.free_blocks()[0]] = 0
+
+
+def extent_miscounted(m: KVCacheManager) -> None:
+    m.core.source.pool.extents._room[-1] += 1
+
+
+def free_host_blocks_miscounted(m: KVCacheManager) -> None:
+    m.core.source.pool.extents._count += 1
+
+
+def null_block_free(m: KVCacheManager) -> None:
+    m.core.source.pool.extents.append(0)
+
+
+def runs_of_host_blocks_miscounted(m: KVCacheManager) -> None:
+    some(m).host_runs += 1
 
 
 def readable_blocks_miscounted(m: KVCacheManager) -> None:
@@ -59,7 +79,7 @@ def null_block_watched(m: KVCacheManager) -> None:
 
 
 def watcher_of_nobody(m: KVCacheManager) -> None:
-    m.core.pool._own[m.core.pool._plain[-1]] = None
+    m.core.pool._own[m.core.pool._stack[-1]] = None
 
 
 # ------------------------------------------------------------------------------------------- pages and requests
@@ -208,6 +228,11 @@ DAMAGES: tuple[tuple[Damage, str], ...] = (
     (negative_references, "negative or null-block references"),
     (free_block_lost, "host pool: the free list is not the set of unreferenced"),
     (readable_block_without_watcher, "on the readable list without a watcher"),
+    (free_block_outside_its_extent, "host pool: extent .* free blocks, it has"),
+    (extent_miscounted, "host pool: extent .* free blocks, it has"),
+    (free_host_blocks_miscounted, "free blocks counted, there are"),
+    (null_block_free, "the null block is free"),
+    (runs_of_host_blocks_miscounted, "runs of host blocks counted"),
     (plain_block_with_watcher, "has a watcher but is not on the readable list"),
     (readable_blocks_miscounted, "readable free blocks, .* counted"),
     (broken_link, "links back to"),

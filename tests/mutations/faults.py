@@ -13,8 +13,10 @@ import pytest
 from hisparse.cache.admitter import Admitter
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.core import CacheCore
+from hisparse.cache.extents import Extents, num_runs
 from hisparse.cache.fork import Fork
 from hisparse.cache.growth import Growth
+from hisparse.cache.host_blocks import HostBlockPool
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.loads import Loads
 from hisparse.cache.pages import Residency
@@ -92,6 +94,40 @@ def rows_in_flight_are_forgotten(patch: Patch) -> None:
         inc.planned = planned
         return room
     wrap(patch, Growth, "grow", grow)
+
+
+def a_host_block_is_handed_out_twice(patch: Patch) -> None:
+    """A host block that was handed out is not free."""
+    def take_run(original: Any, self: Extents, start: int, count: int, out: list[int]) -> None:
+        original(self, start, count, out)
+        if count > 1:
+            self.append(start + count - 1)
+    wrap(patch, Extents, "_take_run", take_run)
+
+
+def another_block_is_taken_for_a_follower(patch: Patch) -> None:
+    """A request goes on behind its last host block only while the blocks there are free."""
+    def take(original: Any, self: Extents, n: int, *, after: int = 0, room: int = 0) -> list[int]:
+        if n == 1 and 0 < after < self.num_blocks - 1 and after + 1 not in self:
+            return [after + 1]
+        return original(self, n, after=after, room=room)
+    wrap(patch, Extents, "take", take)
+
+
+def neighbours_are_evicted_from_their_readers(patch: Patch) -> None:
+    """What is evicted along with the oldest readable host block is held by nobody."""
+    def evict(original: Any, self: HostBlockPool, most: int) -> None:
+        oldest = self._next[0]
+        original(self, most)
+        for block in (oldest - 1, oldest + 1):
+            if 0 < block < self.num_blocks and self.refs(block) and self._watched[block]:
+                self.extents.append(self._take_readable(block))
+    wrap(patch, HostBlockPool, "_evict_extent", evict)
+
+
+def runs_are_counted_from_each_append(patch: Patch) -> None:
+    """The runs of a request's host blocks are those of its page list, however it came to be."""
+    patch.setattr("hisparse.cache.core.num_runs", lambda blocks, first: num_runs(blocks[first:], 0))
 
 
 # ------------------------------------------------------------------------------------------- the spill transaction
@@ -321,7 +357,9 @@ def fork_ends_not_pinned(patch: Patch) -> None:
 
 FAULTS: tuple[Fault, ...] = (
     reuse_before_retire, host_blocks_freed_at_once, a_loose_page_is_freed_again, generations_stand_still,
-    a_reservation_is_leaked, a_table_update_is_lost, rows_in_flight_are_forgotten, fence_ignored, source_never_pinned,
+    a_reservation_is_leaked, a_table_update_is_lost, a_host_block_is_handed_out_twice, another_block_is_taken_for_a_follower,
+    neighbours_are_evicted_from_their_readers, runs_are_counted_from_each_append, rows_in_flight_are_forgotten, fence_ignored,
+    source_never_pinned,
     enqueued_is_taken_for_completed, the_first_rank_completes, row_mask_ignored, rejected_rows_count,
     words_of_an_old_incarnation_count, a_spill_of_an_earlier_admission_counts, the_budget_is_ignored,
     published_before_completed, published_after_a_preemption, last_sampled_token_published, retention_ignored,
