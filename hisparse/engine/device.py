@@ -7,7 +7,6 @@ import torch
 from hisparse.config import GIB, ModelConfig
 from hisparse.errors import ConfigError
 from hisparse.ops import backend
-from hisparse.ops.cuda.device import check_device
 
 
 def open_device(config: ModelConfig, rank: int = 0) -> torch.device:
@@ -29,7 +28,9 @@ def open_device(config: ModelConfig, rank: int = 0) -> torch.device:
     if rank >= count > 1:
         raise ConfigError(f"rank {rank} needs a GPU of its own, this process sees {count}; lower tensor_parallel_size")
     torch.cuda.set_device(device)
-    backend(device)
+    backend(device)  # first: says which package is missing
+    from hisparse.ops.cuda.device import check_device
+
     check_device(device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
