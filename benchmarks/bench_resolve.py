@@ -179,7 +179,8 @@ def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.R
         floor = lookup_floor(bench, timer, floors, 5)
         for share in (0.0, 0.02, 0.10, 1.0) if quick else SHARES:
             misses = round(share * TOP_K)
-            got = bench.measure(timer, misses, launches=4 if misses else 8, replays=3 if batch * misses > 50_000 else 7)
+            got = bench.measure(timer, misses, launches=8 if misses < 205 else 4,
+                                replays=3 if batch * misses > 50_000 else 9)
             copy = got.get("copy_us", 0.0)
             if batch >= 64 and misses:
                 bar: float | None = 1.05 * (copy + floor)
@@ -237,10 +238,13 @@ def tune(pool: Tensor, timer: gpu.ColdTimer) -> None:
     for batch, misses in itertools.product((1, 16, 64, 256), (0, 41, 205)):
         bench = Bench(batch, 656, 4096, pool, pool.numel() // 656 // BLOCK * BLOCK)
         base, line = Geometry.choose(batch, 1, TOP_K, 4096), []
-        for cluster, threads, per_sm in itertools.product((1, 2, 4, 8, 16), (256, 512), (1, 4)):
-            if cluster * batch > 1100 or (batch == 1 and cluster < 4) or threads * per_sm > 1024:
+        for cluster, threads, per_sm in itertools.product((1, 2, 4, 8, 16), (128, 256), (1, 2, 3, 4)):
+            if cluster * batch > 1100 or (batch <= 16 and (cluster < 8 or per_sm > 1)) or (batch >= 64 and cluster > 4):
                 continue
-            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, eager=int(batch < 64), groups=1)
+            if threads == 128 and batch > 1:
+                continue
+            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, eager=int(batch < 64),
+                               groups=256 // threads)
             try:
                 got = bench.measure(timer, misses, launches=4, replays=3, geometry=geometry, copies=False)
                 line.append(f"{cluster}x{threads}/{per_sm}: {got['us']:.1f}")

@@ -1,4 +1,4 @@
-"""Timing launches on a GPU: captured in a graph, with cold caches before each, and the floors to compare them with."""
+"""Timing launches on a GPU: what each adds to a graph, with cold caches before it, and the floors to compare it with."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class ColdTimer:
         self._host = host
         self._ids = None if host is None else torch.randint(0, host.shape[0], (64, FLUSH_HOST_ROWS), device="cuda")
         self._count = 0
+        self._nudge = torch.zeros(1, device="cuda")
 
     def cold(self) -> None:
         """Read, not written: lines that must first be written back would slow down whoever evicts them."""
@@ -49,12 +50,15 @@ class ColdTimer:
             torch.sum(self._host.select(1, 0)[self._ids[self._count % 64]])
         self._count += 1
 
-    def us(self, launches: Sequence[Callable[[], Any]], *, prepare: Callable[[], None] | None = None, replays: int = 7,
+    def us(self, launches: Sequence[Callable[[], Any]], *, prepare: Callable[[], None] | None = None, replays: int = 9,
            cold: bool = True) -> list[float]:
-        """Microseconds of every launch in every replay, less the cost of two events in a row.
+        """Microseconds that a launch adds to a graph: of a graph with the launches less one without, by their number.
 
         Args:
-            launches: captured one after the other into one graph. prepare: runs before each replay, outside of the time.
+            launches: captured one after the other into one graph, each behind a flush (not if `cold` is False).
+            prepare: runs before each replay, outside of the time.
+        Returns:
+            The mean over the launches, for each replay.
         """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -64,29 +68,31 @@ class ColdTimer:
                 launch()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        pairs, empty = [], []
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for launch in launches:
-                for found, what in ((empty, None), (pairs, launch)):
+        graphs = []
+        for full in (True, False):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._nudge.add_(1)
+                for launch in launches:
                     if cold:
                         self.cold()
-                    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-                    begin.record()
-                    if what is not None:
-                        what()
-                    end.record()
-                    found.append((begin, end))
-        times, nothing = [], []
+                    if full:
+                        launch()
+            graphs.append(graph)
+        times: list[list[float]] = [[], []]
         for _ in range(replays + 1):
-            if prepare is not None:
-                prepare()
-            graph.replay()
-            torch.cuda.synchronize()
-            times.append([begin.elapsed_time(end) * 1e3 for begin, end in pairs])
-            nothing += [begin.elapsed_time(end) * 1e3 for begin, end in empty]
-        floor = statistics.median(nothing)
-        return [value - floor for one in times[1:] for value in one]
+            for graph, found in zip(graphs, times):
+                if prepare is not None:
+                    prepare()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begin.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                found.append(begin.elapsed_time(end) * 1e3)
+        without = statistics.median(times[1][1:])
+        return [(value - without) / len(launches) for value in times[0][1:]]
 
 
 FLOORS = r"""

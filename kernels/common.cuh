@@ -40,13 +40,14 @@ __device__ inline void store16(void* to, uint4 v) {
 }
 
 // Copies `count` rows named by lists in shared memory with all threads of the CTA, many loads in flight.
-// A list entry below 0 in `dst` is skipped.
+// A list entry below 0 in `dst` is skipped. `skip`: 16-byte parts at the front that are copied already.
 template <int RowBytes, int Threads, int Unroll>
-__device__ inline void copy_rows(const u8* src_rows, u8* dst_rows, const i32* src, const i32* dst, i32 dst_delta, i32 count) {
+__device__ inline void copy_rows(const u8* src_rows, u8* dst_rows, const i32* src, const i32* dst, i32 dst_delta, i32 count,
+                                 i32 skip = 0) {
     constexpr int Parts = RowBytes / 16;
     static_assert(RowBytes % 16 == 0, "a row is a multiple of 16 bytes");
     const i32 total = count * Parts;
-    for (i32 first = threadIdx.x; first < total; first += Threads * Unroll) {
+    for (i32 first = threadIdx.x + skip; first < total; first += Threads * Unroll) {
         uint4 v[Unroll];
 #pragma unroll
         for (int u = 0; u < Unroll; ++u) {

@@ -9,9 +9,10 @@
 //              e = row * TOP_K + column; the lowest e wins.
 //            - cluster barrier; counts of all CTAs are known, no miss: update the own counters and return -
 //            2 only if two entries missed one position: read the claims again, count the winners, barrier
-//            3 victims: each CTA scans all use counters by itself: (counter, ring distance from the hand), first m slots
-//            4 rank i = misses before it in (row, column) order takes victim i. Ranks are split evenly over the CTAs, which
-//              write row ids and state and copy the rows, ordered by host address.
+//            3 rank = number of misses before it in (row, column) order. Ranks are split evenly over the CTAs; each orders its
+//              share by host address and starts to load the first rows.
+//            4 victims: each CTA scans all use counters by itself: (counter, ring distance from the hand), first m slots
+//            5 rank i takes victim i: row ids, plan, state; then the rows are stored, and the others copied.
 // Tables     HASH_CAPACITY = 0: DirectTable, else HashTable; position_table.cuh says what they are. Same results.
 // State      slot_tag, pos_slot, use, hand of the request's seat are written by its own cluster only, behind the barrier;
 //            everything before the barrier reads them (pos_slot: claims, which are replaced by a slot or by -1).
@@ -33,6 +34,8 @@ constexpr int COLUMNS = TOP_K / CLUSTER;                      // of one row, per
 constexpr int ROUNDS_PER_ROW = (COLUMNS + THREADS - 1) / THREADS;
 constexpr int ROUNDS = QUERY_ROWS * ROUNDS_PER_ROW;
 constexpr int BLOCK = 1 << BLOCK_SHIFT;
+constexpr int PARTS = ROW_BYTES / 16;
+constexpr int EARLY = CLUSTER >= 8 ? 4 : 0;                   // loads of a thread in flight during the victim search
 constexpr int SORT_FROM = 16;                                 // fewer rows hardly share a translation
 constexpr int GROUP = 16;                                     // slots whose counters one thread loads at once
 constexpr int CELLS = QUERY_ROWS * CLUSTER;
@@ -149,11 +152,12 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     __shared__ Shared s;
     const int words = (int)(slots / 32);
     Miss* list = (Miss*)raw;                              // [QUERY_ROWS * COLUMNS]: this CTA's misses in order
-    u32* bitmap = (u32*)(list + QUERY_ROWS * COLUMNS);    // [QUERY_ROWS][words]: hit slots; owner_of(slot) has the bit
+    constexpr int MAX_COPIES = QUERY_ROWS * COLUMNS + 1;  // ranks are split evenly, so no CTA has more than its columns
+    int2* share = (int2*)(list + QUERY_ROWS * COLUMNS);   // [MAX_COPIES]: position and entry of the misses dealt to this CTA
+    u32* bitmap = (u32*)(share + MAX_COPIES);             // [QUERY_ROWS][words]: hit slots; owner_of(slot) has the bit
     u32* used = bitmap + QUERY_ROWS * words;              // [words]: of all CTAs
     i32* blocks = (i32*)(used + words);                   // [hot_blocks]
     i32* copy_src = blocks + hot_blocks;                  // [MAX_COPIES]
-    constexpr int MAX_COPIES = QUERY_ROWS * COLUMNS + 1;  // ranks are split evenly, so no CTA has more than its columns
     i32* copy_dst = copy_src + MAX_COPIES;
     i32* hash = copy_dst + MAX_COPIES;                    // [2 * HASH_CAPACITY]: keys, values
     u16* victims = (u16*)(hash + 2 * HASH_CAPACITY);      // [QUERY_ROWS * TOP_K]
@@ -419,7 +423,32 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         }
     }
 
-    // ---- 3: victims
+    // ---- 3: this CTA's share of the misses; the first rows are on their way before it is known where they go
+    const i32 from = (i32)((i64)misses * cta / CLUSTER), count = (i32)((i64)misses * (cta + 1) / CLUSTER) - from;
+    for (i32 i = t; i < count; i += THREADS) {
+        const i32 rank = from + i;
+        int cell = 0;
+        while (s.first_rank[cell + 1] <= rank) ++cell;
+        const u32 owner_cta = cell % CLUSTER;
+        i32 index = rank - s.first_rank[cell];
+        for (int row = 0; row < cell / CLUSTER; ++row) index += first_misses(row * CLUSTER + owner_cta);
+        const uint4 m = read16_from(&list[index], owner_cta);  // a Miss
+        share[i] = make_int2(m.x, m.z);                        // position, entry
+        copy_src[i] = m.y;
+        copy_dst[i] = i;
+    }
+    uint4 early[EARLY > 0 ? EARLY : 1];
+    if (count > 0) {
+        __syncthreads();
+        if (count >= SORT_FROM) sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);
+#pragma unroll
+        for (int u = 0; u < EARLY; ++u) {
+            const i32 i = t + u * THREADS;
+            if (i < count * PARTS) early[u] = load16(host_rows + (i64)copy_src[i / PARTS] * ROW_BYTES + (i % PARTS) * 16);
+        }
+    }
+
+    // ---- 4: victims
     int level = -1;  // counter of the last victim
     if (misses > 0) {
         u64 mine = 0;
@@ -482,26 +511,18 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
         __syncthreads();
     }
 
-    // ---- 4: this CTA's share of the misses
-    const i32 from = (i32)((i64)misses * cta / CLUSTER), count = (i32)((i64)misses * (cta + 1) / CLUSTER) - from;
-    for (i32 i = THREADS - 1 - t; i < count; i += THREADS) {  // from the last warp on: the first ones start to copy
-        const i32 rank = from + i, v = victims[rank];
-        int cell = 0;
-        while (s.first_rank[cell + 1] <= rank) ++cell;
-        const u32 owner_cta = cell % CLUSTER;
-        i32 index = rank - s.first_rank[cell];
-        for (int row = 0; row < cell / CLUSTER; ++row) index += first_misses(row * CLUSTER + owner_cta);
-        const uint4 m = read16_from(&list[index], owner_cta);  // a Miss
-        const i32 position = m.x, host = m.y, row = m.z / TOP_K, column = m.z % TOP_K;
+    // ---- 5: every miss of the share gets its victim
+    for (i32 k = THREADS - 1 - t; k < count; k += THREADS) {  // from the last warp on: the first ones copy
+        const i32 i = copy_dst[k], rank = from + i, v = victims[rank];
+        const i32 position = share[i].x, row = share[i].y / TOP_K, column = share[i].y % TOP_K;
         const i32 block = blocks[v >> BLOCK_SHIFT];
         const i32 id = block > 0 ? (i32)(block * rows_per_block + row_offset + (v & (BLOCK - 1))) : -1;
         if (block <= 0) report(status, NO_HOT_BLOCK, seat, position, v);
-        copy_src[i] = host;
-        copy_dst[i] = id;
+        copy_dst[k] = id;
         const i64 n = first_row + row;
         out_ids[n * top_k + column] = id;
         const i64 in_plan = n * top_k + rank - s.first_rank[row * CLUSTER];
-        plan_host[in_plan] = host;
+        plan_host[in_plan] = copy_src[k];
         plan_device[in_plan] = id;
         table.settle(slot_tag[v], position, v);
         slot_tag[v] = position;
@@ -556,8 +577,13 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     cluster_arrive();  // nobody looks into this CTA's shared memory any more once all have arrived
     if (count > 0) {
         __syncthreads();
-        if (count >= SORT_FROM) sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(copy_src, copy_dst, count);
-        copy_rows<ROW_BYTES, THREADS, UNROLL>(host_rows, rows, copy_src, copy_dst, 0, count);
+#pragma unroll
+        for (int u = 0; u < EARLY; ++u) {
+            const i32 i = t + u * THREADS;
+            if (i < count * PARTS && copy_dst[i / PARTS] >= 0)
+                store16(rows + (i64)copy_dst[i / PARTS] * ROW_BYTES + (i % PARTS) * 16, early[u]);
+        }
+        copy_rows<ROW_BYTES, THREADS, UNROLL>(host_rows, rows, copy_src, copy_dst, 0, count, EARLY * THREADS);
     }
     cluster_wait();
 }

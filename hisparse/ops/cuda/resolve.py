@@ -66,7 +66,7 @@ class Geometry:
                 cluster *= 2
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2 if query_rows * groups > 2 else 4,
+                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2 if query_rows * groups > 2 or cluster >= 8 else 4,
                    hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
@@ -74,7 +74,7 @@ class Geometry:
         entries = self.query_rows * (self.top_k // self.cluster)
         words = (self.query_rows + 1) * (slots // 32)
         pairs = entries + 1 + self.hash_capacity
-        return 16 * entries + 4 * (words + hot_blocks) + 8 * pairs + 2 * self.query_rows * self.top_k
+        return 16 * entries + 8 * (entries + 1) + 4 * (words + hot_blocks) + 8 * pairs + 2 * self.query_rows * self.top_k
 
     def instance(self, row_bytes: int, block_size: int) -> Instance:
         return Instance("resolve.cu", "resolve", {
