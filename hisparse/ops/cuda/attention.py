@@ -29,6 +29,9 @@ _SMALL_BLOCK_HEADS = 32
 _FIXED_TILES, _SPLIT_TILES = 1.5, 0.4
 """Start and end of a program, and each split's part of the combination, in units of one tile of 64 entries."""
 
+_COMBINE_PROGRAMS = 512
+"""Latents are cut into blocks until the combination has this many programs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -38,6 +41,7 @@ class Launch:
         hopper: which kernel. splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
         block_h, block_n: heads and entries of a tile. warps, stages: of a program (general kernel).
         part_dtype: of the parts. producer_registers: of the Hopper kernel's producer threads.
+        pdl: the combination is launched before the parts are complete, and waits on the device (from Hopper on).
     """
 
     hopper: bool
@@ -48,7 +52,8 @@ class Launch:
     warps: int = 8
     stages: int = 2
     part_dtype: torch.dtype = torch.float32
-    producer_registers: int = 120
+    producer_registers: int = 96
+    pdl: bool = False
 
 
 def sparse_mla(
@@ -113,10 +118,13 @@ def sparse_mla(
         lse = torch.empty(num, launch.splits, heads, dtype=torch.float32, device=q.device)
     _attend(launch, q, rows, row_ids, scaling, latent_dim, row_delta, host_rows, host_ids, target, lse)
     if launch.splits > 1:
-        block = min(512, triton.next_power_of_2(latent_dim))
+        block = triton.next_power_of_2(latent_dim)
+        while num * heads * latent_dim < _COMBINE_PROGRAMS * block and block > 64:
+            block //= 2
         attention_kernels.combine_splits[(num * heads, triton.cdiv(latent_dim, block))](
             target, lse, out, launch.splits, heads, out.stride(0), out.stride(1),
-            SPLITS_P=triton.next_power_of_2(launch.splits), LATENT=latent_dim, BLOCK_D=block, num_warps=4)
+            SPLITS_P=triton.next_power_of_2(launch.splits), LATENT=latent_dim, BLOCK_D=block,
+            PDL=launch.pdl, num_warps=4, launch_pdl=launch.pdl)
     return out, gathered
 
 
@@ -135,15 +143,16 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
         host_words, host_ropes = (host.view(torch.int32), host.view(torch.bfloat16)) if is_fp8 else (host, host)
         attention_hopper.attend_rows[grid](
             q, words, ropes, host_words, host_ropes, row_ids, ids_of_host, target, lse, *numbers,
-            IS_SPLIT=launch.splits > 1, IS_FP8=is_fp8, HAS_HOST=has_host, PRODUCER_REGISTERS=launch.producer_registers,
-            num_warps=8)
+            IS_SPLIT=launch.splits > 1, IS_FP8=is_fp8, HAS_HOST=has_host, PDL=launch.pdl and launch.splits > 1,
+            PRODUCER_REGISTERS=launch.producer_registers, num_warps=8)
         return
     rope = width - latent_dim
     attention_kernels.attend_rows[grid](
         q, rows, host, row_ids, ids_of_host, target, lse, *numbers,
         IS_SPLIT=launch.splits > 1, LATENT=latent_dim, ROPE=rope, LATENT_P=max(16, triton.next_power_of_2(latent_dim)),
         ROPE_P=max(16, triton.next_power_of_2(rope)), ROW=rows.shape[1], FORMAT=_FORMATS[rows.dtype], HAS_HOST=has_host,
-        BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, STAGES=launch.stages, num_warps=launch.warps)
+        PDL=launch.pdl and launch.splits > 1, BLOCK_H=launch.block_h, BLOCK_N=launch.block_n, STAGES=launch.stages,
+        num_warps=launch.warps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,13 +165,15 @@ def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim
     major, processors = device
     if major == 9 and heads > _SMALL_BLOCK_HEADS and row_dtype != torch.float32 and (latent_dim, rope) == (512, 64):
         splits, per_split = _splits(num * triton.cdiv(heads, 64), k, 64, processors)
-        return Launch(hopper=True, splits=splits, per_split=per_split)
+        return Launch(hopper=True, splits=splits, per_split=per_split, pdl=True,
+                      producer_registers=96 if row_dtype == torch.uint8 else 64)
     is_float32 = row_dtype == torch.float32
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64
     block_n = 16 if is_float32 else 32 if latent_dim >= 256 else 64
     warps = 8 if block_h == 64 else 4
     splits, per_split = _splits(num * triton.cdiv(heads, block_h), k, block_n, 2 * processors)
-    return Launch(hopper=False, splits=splits, per_split=per_split, block_h=block_h, block_n=block_n, warps=warps)
+    return Launch(hopper=False, splits=splits, per_split=per_split, block_h=block_h, block_n=block_n, warps=warps,
+                  pdl=major >= 9)
 
 
 def _splits(programs: int, k: int, block_n: int, slots: int) -> tuple[int, int]:

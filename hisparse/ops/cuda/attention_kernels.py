@@ -4,7 +4,8 @@ Geometry: `attend_rows` has one program per (query row, split, block of BLOCK_H 
 that read the same rows run side by side and share them in L2. A program walks its split's entries in tiles of BLOCK_N:
 gathers the rows, scores them, and keeps a running maximum, sum and [BLOCK_H, LATENT] sum of values in float32 registers.
 With one split it writes the result; else it writes its normalised part and log2-sum-exp, and `combine_splits` (one program
-per query row, head and block of latents) adds the parts in split order.
+per query row, head and block of latents) adds the parts in split order; with PDL it is launched while they are still
+being written, and waits.
 Ownership: every program writes its own elements, all of them, every time. No atomics; the result is a function of the
 inputs and of the launch parameters, bit for bit.
 Sentinels: an id of -1 is a masked entry: nothing is loaded for it, its score is -inf and its values are 0, so NaN in rows
@@ -25,13 +26,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT32 = tl.constexpr(0)
 BFLOAT16 = tl.constexpr(1)
 FP8_DS_MLA = tl.constexpr(2)
 LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum: below every score, and finite, so that differences of two maxima are never NaN."""
-LEAST_SCALE = tl.constexpr(2.0**-60)
+LEAST_SCALE = tl.constexpr(2.0**-100)
 """Smaller scales of fp8_ds_mla count as this one beside the running maximum: keeps the sum of probabilities finite."""
 
 
@@ -66,11 +68,13 @@ def attend_rows(
     scale2, row_delta, k, splits, per_split, heads,
     q_stride_n, q_stride_h, id_stride, host_id_stride, out_stride_n, out_stride_h,
     IS_SPLIT: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_P: tl.constexpr, ROPE_P: tl.constexpr,
-    ROW: tl.constexpr, FORMAT: tl.constexpr, HAS_HOST: tl.constexpr,
+    ROW: tl.constexpr, FORMAT: tl.constexpr, HAS_HOST: tl.constexpr, PDL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     """q [n, heads, LATENT + ROPE], ids [n, k] -> out [n, heads, LATENT], or if IS_SPLIT the parts
     out float32 [n, splits, heads, LATENT] and part_lse float32 [n, splits, heads]. scale2 = scaling * log2(e)."""
+    if PDL:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     head_blocks = tl.cdiv(heads, BLOCK_H)
     h = (pid % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -154,7 +158,7 @@ def attend_rows(
 @triton.jit(do_not_specialize=["splits"])
 def combine_splits(
     part, part_lse, out, splits, heads, out_stride_n, out_stride_h,
-    SPLITS_P: tl.constexpr, LATENT: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS_P: tl.constexpr, LATENT: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     """part float32 [n, splits, heads, LATENT], part_lse float32 [n, splits, heads] (log2) -> out [n, heads, LATENT]."""
     n = tl.program_id(0).to(tl.int64) // heads
@@ -163,6 +167,8 @@ def combine_splits(
     split = tl.arange(0, SPLITS_P)
     at = (n * splits + split) * heads + h
     is_split = split < splits
+    if PDL:
+        gdc_wait()
     lse = tl.load(part_lse + at, mask=is_split, other=LOWEST)
     weight = tl.where(is_split, tl.exp2(lse - tl.max(lse, 0)), 0.0)
     weight = weight / tl.sum(weight, 0)
