@@ -44,6 +44,13 @@ typedef u16 to_t;
 typedef unsigned char to_t;
 static_assert(DIM % 32 == 0, "every lane quantises as many values");
 
+// A scale can be a denormal: not to be flushed to 0, whatever the compiler's options.
+__device__ __forceinline__ float divide(float a, float b) {
+    float c;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
 __device__ __forceinline__ void quantize(unsigned char* to, const from_t* key) {
     constexpr int EACH = DIM / 32;
     const int lane = threadIdx.x % 32;
@@ -55,11 +62,11 @@ __device__ __forceinline__ void quantize(unsigned char* to, const from_t* key) {
         largest = max(largest, __float_as_uint(value[i]) & 0x7fffffff);
     }
     largest = max(__reduce_max_sync(~0u, largest), 0x00800000u);
-    const float scale = __fdiv_rn(__uint_as_float(largest), 448.f);
+    const float scale = divide(__uint_as_float(largest), 448.f);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         u16 code;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.f), "f"(__fdiv_rn(value[i], scale)));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.f), "f"(divide(value[i], scale)));
         to[lane * EACH + i] = (unsigned char)code;
     }
     if (lane < 4) to[DIM + lane] = (unsigned char)(__float_as_uint(scale) >> 8 * lane);

@@ -31,7 +31,18 @@ typedef i64 length_t;
 typedef int length_t;
 #endif
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = 256, RUN = 16, MAX_ROWS = 1024;
+#ifndef WARP_KEYS
+#define WARP_KEYS 32
+#endif
+#ifndef AHEAD
+#define AHEAD 2
+#endif
+#ifndef CTAS
+#define CTAS 2
+#endif
+constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = KEYS == 1 ? THREADS : WARPS * WARP_KEYS, RUN = 16, MAX_ROWS = 1024;
+constexpr int GROUPS = WARP_KEYS / 8;  // of 8 keys, that a warp holds
+constexpr int TILE_PAGES = (TILE + BLOCK_SIZE - 1) / BLOCK_SIZE;
 constexpr int LOAD_COST = 3;  // loading a tile's keys costs about as much as scoring this many rows
 constexpr int NO_INDEXER_PAGE = 16;
 constexpr bool FLOAT32 = KEYS == 1, FP8 = KEYS == 2;
@@ -42,7 +53,7 @@ constexpr int Q_BYTES = DIM * ITEM;
 constexpr int Q_STRIDE = FLOAT32 ? Q_BYTES : (Q_BYTES % 128 ? Q_BYTES : Q_BYTES + 64);
 constexpr int Q_BUFFER = PADDED_HEADS * Q_STRIDE;
 static_assert(DIM % 32 == 0 && HEADS >= 1 && PADDED_HEADS * 2 <= THREADS, "unsupported shape");
-static_assert(!FP8 || (DIM == 128 && BLOCK_SIZE % 32 == 0), "an fp8 key has 128 values; 32 neighbours lie in one page");
+static_assert(!FP8 || (DIM == 128 && BLOCK_SIZE % WARP_KEYS == 0), "an fp8 key has 128 values; 32 neighbours lie in one page");
 static_assert(THREADS * 4 == MAX_ROWS, "the scan gives every thread four rows");
 
 extern __shared__ __align__(16) char shared[];  // queries [2][Q_BUFFER], then staged fp8 keys
@@ -71,6 +82,10 @@ __device__ __forceinline__ void copy_async16(u32 to, const void* from) {
 
 __device__ __forceinline__ void copy_async4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const char* p, i64 bytes) {
+    if (bytes) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"((u32)bytes) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_key(const char* p) {
@@ -171,15 +186,15 @@ struct Keys {
     }
 };
 #else
-// Lane (g, t) = (lane / 4, lane % 4) holds of keys g, g+8, g+16, g+24 the 16 bytes at 64c + 16t. The order of the products
+// Lane (g, t) = (lane / 4, lane % 4) holds of keys g, g + 8, ... the 16 bytes at 64c + 16t. The order of the products
 // over DIM is free as long as both operands share it: 16 bytes of a key and of a head are two k-steps of an mma.
 struct Keys {
-    uint4 part[4][DIM / 32];
+    uint4 part[GROUPS][DIM / 32];
     u32 missing;
 
 #if KEYS == 2
-    static constexpr int KEY_BYTES = DIM + 4, WARP_BYTES = 32 * KEY_BYTES;
-    float key_scale[4];
+    static constexpr int KEY_BYTES = DIM + 4, WARP_BYTES = WARP_KEYS * KEY_BYTES;
+    float key_scale[GROUPS];
 
     // Two e4m3 codes in the high bytes of each half, as bfloat16.
     static __device__ __forceinline__ u32 to_bfloat16(u32 codes) {
@@ -189,18 +204,18 @@ struct Keys {
         return out;
     }
 
-    // Keys of warp w lie at positions first + 32w...; in one page.
+    // The keys of a warp lie in one page.
     __device__ __forceinline__ void load(const char* pages, i64 block_bytes, i64 row_bytes, const int* blocks, int first,
                                          int longest, int seat, int row, int* status) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
         char* staged = shared + 2 * Q_BUFFER + warp * WARP_BYTES;
-        const int p = first + warp * 32;
+        const int p = first + warp * WARP_KEYS;
         missing = 0;
         int block = 0;
         if (p < longest) {
             block = blocks[p / BLOCK_SIZE];
             if (block <= 0) {
-                missing = 15;
+                missing = ~0u;
                 if (lane == 0) report(status, seat, p, row);
             }
         }
@@ -212,7 +227,7 @@ struct Keys {
         asm volatile("cp.async.commit_group;\n cp.async.wait_all;" ::: "memory");
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < GROUPS; j++) {
             const u32* key = (const u32*)(staged + (j * 8 + g) * KEY_BYTES);
             key_scale[j] = __uint_as_float(key[DIM / 4]);
 #pragma unroll
@@ -227,16 +242,16 @@ struct Keys {
     __device__ __forceinline__ void load(const char* pages, i64 block_bytes, i64 row_bytes, const int* blocks, int first,
                                          int longest, int seat, int row, int* status) {
         const int lane = threadIdx.x & 31, t = lane & 3;
-        const int p0 = first + (threadIdx.x >> 5) * 32 + (lane >> 2);
-        int block[4];
+        const int p0 = first + (threadIdx.x >> 5) * WARP_KEYS + (lane >> 2);
+        int block[GROUPS];
         missing = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < GROUPS; j++) {
             const int p = p0 + j * 8;
             block[j] = p < longest ? blocks[p / BLOCK_SIZE] : 0;
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < GROUPS; j++) {
             const int p = p0 + j * 8;
             const char* from = pages + block[j] * block_bytes + p % BLOCK_SIZE * row_bytes + t * 16;
 #pragma unroll
@@ -257,18 +272,18 @@ struct Keys {
     __device__ __forceinline__ void score(const char* query, const float* weights, float scale, float* out, int first,
                                           int length) const {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        float total[4] = {0, 0, 0, 0};
+        float total[GROUPS] = {};
         constexpr int STEP = PADDED_HEADS % 16 ? 1 : 2;  // blocks of 8 heads at once: independent chains of mma
 #pragma unroll
         for (int b = 0; b < PADDED_HEADS / 8; b += STEP) {
-            float dots[STEP][2][4] = {};
+            float dots[STEP][GROUPS / 2][4] = {};
 #pragma unroll
             for (int c = 0; c < DIM / 32; c++) {
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
                     const uint4 v = *(const uint4*)(query + ((b + i) * 8 + g) * Q_STRIDE + c * 64 + t * 16);
 #pragma unroll
-                    for (int m = 0; m < 2; m++) {
+                    for (int m = 0; m < GROUPS / 2; m++) {
                         const uint4 &low = part[2 * m][c], &high = part[2 * m + 1][c];
                         mma(dots[i][m], low.x, high.x, low.y, high.y, v.x, v.y);
                         mma(dots[i][m], low.z, high.z, low.w, high.w, v.z, v.w);
@@ -279,7 +294,7 @@ struct Keys {
             for (int i = 0; i < STEP; i++) {
                 const float2 w = *(const float2*)(weights + (b + i) * 8 + t * 2);
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < GROUPS; j++) {
                     const float* d = &dots[i][j / 2][j % 2 * 2];
                     total[j] = fmaf(w.x, fmaxf(d[0] * scale, 0.f), total[j]);
                     total[j] = fmaf(w.y, fmaxf(d[1] * scale, 0.f), total[j]);
@@ -288,7 +303,7 @@ struct Keys {
         }
         float mine = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < GROUPS; j++) {
             total[j] += __shfl_xor_sync(~0u, total[j], 1);
             total[j] += __shfl_xor_sync(~0u, total[j], 2);
 #if KEYS == 2
@@ -297,13 +312,13 @@ struct Keys {
             if (missing >> j & 1) total[j] = -__int_as_float(0x7f800000);
             if (t == j) mine = total[j];
         }
-        const int p = first + (threadIdx.x >> 5) * 32 + t * 8 + g;
-        if (p < length) out[p] = mine;
+        const int p = first + (threadIdx.x >> 5) * WARP_KEYS + t * 8 + g;
+        if (p < length && t < GROUPS) out[p] = mine;
     }
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, FLOAT32 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, FLOAT32 ? 1 : CTAS)
 indexer_scores(const char* q, const float* weights, const char* pages, i64 block_bytes, i64 row_bytes, const int* table,
                i64 table_stride, const seat_t* seats, const length_t* lengths, i64 n, i64 top_k, float scale, i64 max_len,
                float* out, i64 out_stride, int* status) {
@@ -331,9 +346,15 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
             rows = s.rows[row], tiles = tiles_of(s.longest[row]), begin = s.ends[row] - tiles * (rows + LOAD_COST), tile = 0;
         }
         if (begin + tile * (rows + LOAD_COST) >= high) return;
-        const int seat = s.seat[row], first = tile * TILE;
+        const int seat = s.seat[row], first = tile * TILE, longest = s.longest[row];
+        const int* blocks = table + seat * table_stride;
+        // a later tile of the same segment goes from memory to L2 meanwhile, in whole pages
+        const int later = first + AHEAD * TILE + threadIdx.x * BLOCK_SIZE;
+        const bool prefetches = AHEAD && threadIdx.x < TILE_PAGES && later < longest &&
+            begin + (tile + AHEAD) * (rows + LOAD_COST) < high;
+        const int later_block = prefetches ? blocks[later / BLOCK_SIZE] : 0;
         Keys keys;
-        keys.load(pages, block_bytes, row_bytes, table + seat * table_stride, first, s.longest[row], seat, row, status);
+        keys.load(pages, block_bytes, row_bytes, blocks, first, longest, seat, row, status);
         for (int r = row; r < row + rows; r++) {
             if (r != last) {
                 now ^= 1;
@@ -354,6 +375,9 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
             if (first < s.length[r])
                 keys.score(queries + now * Q_BUFFER, s.weights[now], scale, out + r * out_stride, first, s.length[r]);
         }
+        if (later_block > 0)
+            prefetch(pages + later_block * block_bytes + later % BLOCK_SIZE * row_bytes,
+                     min(BLOCK_SIZE, longest - later) * row_bytes & ~15);
         tile++;
     }
 }

@@ -1,11 +1,13 @@
 // The exact top_k of every row's scores: positions ascending, equal scores to the lower position, -1 behind the last.
 //
 // Geometry: one cluster of CLUSTER CTAs of THREADS threads per row, grid n * CLUSTER. A CTA owns a contiguous share of the row's
-//   positions, cut by the actual length. Three histograms (11, 11 and 10 bits of the order-preserving integer of a score),
-//   summed over the cluster through distributed shared memory, give the least selected score and how many of its equals
-//   are; a fourth walk writes the positions in order. A row of at most top_k positions is written without reading scores.
+//   positions, cut by the actual length; a share of up to THREADS * HELD is read once and held in registers, a longer one is
+//   read four times. Three histograms (11, 11 and 10 bits of the order-preserving integer of a score), summed over the cluster
+//   through distributed shared memory where the search for the rank goes, give the least selected score and how many of its
+//   equals are; then the positions are written in order. A row of at most top_k positions is written without reading scores.
 // Ownership: every element of out [n, top_k] is written once, by one thread.
-// Preconditions: scores of positions [0, min(length, max_len)) of a row longer than top_k are written; top_k >= 1; no NaN.
+// Preconditions: scores of positions [0, min(length, max_len)) of a row longer than top_k are written; rows start at multiples
+//   of 16 bytes and may be read up to the next such multiple; top_k >= 1; no NaN.
 // Sentinels: seat -1 = padding row: all -1. A row longer than max_len is cut and reported in status.
 // Ordering: a CTA leaves only after its cluster has read its shared memory.
 // Determinism: the result is a function of the scores alone (histogram sums commute; -0 counts as 0).
@@ -25,23 +27,23 @@ typedef i64 length_t;
 typedef int length_t;
 #endif
 
-constexpr int WARPS = THREADS / 32, UNROLL = 8;
+constexpr int WARPS = THREADS / 32, HELD = 16, UNROLL = 4;
 constexpr int NO_INDEXER_PAGE = 16;
 constexpr int HIGH_BINS = 2048, LOW_BINS = 1024;
-static_assert(HIGH_BINS % (2 * THREADS) == 0 && LOW_BINS % THREADS == 0, "every thread owns as many bins");
+static_assert(WARPS <= 32, "a warp scans one number per warp");
 
 struct Shared {
-    __align__(16) u32 high[HIGH_BINS];
-    u32 middle[HIGH_BINS], low[LOW_BINS];
-    u32 partial[3][WARPS], bin[3], rest[3];
+    u32 bins[3][HIGH_BINS];         // the third has LOW_BINS
+    u32 coarse[3][HIGH_BINS / 32];  // sums of 32 bins
+    u32 bin[3], rest[3];
     u32 above, equal;  // of this CTA
     u32 counts[2][WARPS];
 };
 
-// The order of these integers is that of the scores; -0 and 0 are one value.
+// The order of these integers is that of the scores; -0 and 0 are one value. Integer arithmetic, for denormals must stay.
 __device__ __forceinline__ u32 ordered(float score) {
-    const u32 u = __float_as_uint(score + 0.f);
-    return u ^ (u >> 31 ? ~0u : 1u << 31);
+    const u32 bits = __float_as_uint(score), u = bits ^ (bits >> 31 ? ~0u : 1u << 31);
+    return u == 0x7fffffffu ? 0x80000000u : u;
 }
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -59,54 +61,85 @@ __device__ __forceinline__ u32 remote(const u32* p, u32 rank) {
     return value;
 }
 
-// Walks over this CTA's share, f(score as integer) for each.
+__device__ __forceinline__ u32 sum_of_cluster(const u32* p) {
+    u32 sum = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) sum += remote(p, r);
+    return sum;
+}
+
+__device__ __forceinline__ u32 scan(u32 value) {  // inclusive, over the lanes
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const u32 v = __shfl_up_sync(~0u, value, d);
+        if ((threadIdx.x & 31) >= d) value += v;
+    }
+    return value;
+}
+
+// f(score as integer) for every position of [low, high); low is a multiple of 4.
 template <class F>
-__device__ __forceinline__ void walk(const float* scores, int low, int high, F f) {
-    for (int base = low; base < high; base += THREADS * UNROLL) {
-        float v[UNROLL];
+__device__ __forceinline__ void stream(const float* scores, int low, int high, F f) {
+    for (int base = low + threadIdx.x * 4; base < high; base += THREADS * 4 * UNROLL) {
+        float4 v[UNROLL];
 #pragma unroll
         for (int j = 0; j < UNROLL; j++) {
-            const int i = base + j * THREADS + threadIdx.x;
-            v[j] = i < high ? scores[i] : 0.f;
+            const int i = base + j * THREADS * 4;
+            v[j] = i < high ? *(const float4*)(scores + i) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
-        for (int j = 0; j < UNROLL; j++)
-            if (base + j * THREADS + (int)threadIdx.x < high) f(ordered(v[j]));
+        for (int j = 0; j < UNROLL; j++) {
+            const int left = high - (base + j * THREADS * 4);
+            if (left > 0) f(ordered(v[j].x));
+            if (left > 1) f(ordered(v[j].y));
+            if (left > 2) f(ordered(v[j].z));
+            if (left > 3) f(ordered(v[j].w));
+        }
     }
 }
 
-// The bin that holds the need-th greatest of the cluster's histogram, and how many of that bin are wanted. Every CTA finds the same.
+// The bin that holds the need-th greatest of the cluster's histogram, and how many of that bin are wanted: to s.bin and s.rest,
+// the same in every CTA, known to warp 0 on return.
 template <int BINS>
-__device__ __forceinline__ void find(Shared& s, const u32* histogram, int pass, u32 need) {
-    constexpr int EACH = BINS / THREADS;
+__device__ __forceinline__ void find(Shared& s, int pass, u32 need) {
+    constexpr int EACH = BINS / 1024;  // coarse bins of a lane
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    __syncthreads();
+#pragma unroll
+    for (int c = warp; c < BINS / 32; c += WARPS) {
+        const u32 sum = __reduce_add_sync(~0u, s.bins[pass][c * 32 + lane]);
+        if (lane == 0) s.coarse[pass][c] = sum;
+    }
     cluster_barrier();
-    u32 count[EACH], sum = 0;  // of bins from the greatest down: thread 0 owns the greatest
+    if (warp == 0) {
+        u32 count[EACH], sum = 0;  // from the greatest down
 #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        count[j] = 0;
+        for (int j = 0; j < EACH; j++) sum += count[j] = sum_of_cluster(&s.coarse[pass][BINS / 32 - 1 - (lane * EACH + j)]);
+        u32 before = scan(sum) - sum, coarse = 0, rest = 0;
+        bool found = false;
 #pragma unroll
-        for (int r = 0; r < CLUSTER; r++) count[j] += remote(&histogram[BINS - 1 - (j + EACH * threadIdx.x)], r);
-        sum += count[j];
-    }
-    u32 before = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const u32 v = __shfl_up_sync(~0u, before, d);
-        if (lane >= d) before += v;
-    }
-    if (lane == 31) s.partial[pass][warp] = before;
-    __syncthreads();
-    before += __reduce_add_sync(~0u, lane < warp ? s.partial[pass][lane] : 0) - sum;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        if (before < need && need <= before + count[j]) {
-            s.bin[pass] = BINS - 1 - (j + EACH * threadIdx.x);
-            s.rest[pass] = need - before;
+        for (int j = 0; j < EACH; j++) {
+            if (before < need && need <= before + count[j]) found = true, coarse = BINS / 32 - 1 - (lane * EACH + j), rest = need - before;
+            before += count[j];
         }
-        before += count[j];
+        const int owner = __ffs(__ballot_sync(~0u, found)) - 1;
+        coarse = __shfl_sync(~0u, coarse, owner), rest = __shfl_sync(~0u, rest, owner);
+        const int bin = coarse * 32 + 31 - lane;
+        sum = sum_of_cluster(&s.bins[pass][bin]);
+        before = scan(sum) - sum;
+        if (before < rest && rest <= before + sum) s.bin[pass] = bin, s.rest[pass] = rest - before;
+        __syncwarp();
     }
-    __syncthreads();
+}
+
+// How many of this CTA's scores lie in a bin above `bin`; warp 0.
+template <int BINS>
+__device__ __forceinline__ u32 above(const Shared& s, int pass, u32 bin) {
+    const u32 lane = threadIdx.x & 31;
+    u32 sum = (bin & ~31u) + lane > bin ? s.bins[pass][(bin & ~31u) + lane] : 0;
+#pragma unroll
+    for (u32 c = lane; c < BINS / 32; c += 32) sum += c > bin / 32 ? s.coarse[pass][c] : 0;
+    return sum;
 }
 
 extern "C" __global__ void
@@ -134,54 +167,74 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
     scores += row * stride;
     const int share = ((length + CLUSTER - 1) / CLUSTER + 31) & ~31;
     const int low = min(rank * share, length), high = min(low + share, length);
-
-    for (int i = tid; i < HIGH_BINS; i += THREADS) s.high[i] = 0, s.middle[i] = 0;
-    for (int i = tid; i < LOW_BINS; i += THREADS) s.low[i] = 0;
-    if (tid == 0) s.above = s.equal = 0;
+    // a warp owns `each` words of 32 neighbouring positions
+    const bool holds = share <= THREADS * HELD;
+    const int each = holds ? (share / 32 + WARPS - 1) / WARPS : 32;
+    u32 held[HELD];  // 0 = none: less than every score
+    if (holds) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            const int i = low + (warp * each + j) * 32 + lane;
+            held[j] = j < each && i < high ? ordered(scores[i]) : 0;
+        }
+    }
+    for (int i = tid; i < 3 * HIGH_BINS; i += THREADS) s.bins[0][i] = 0;
     __syncthreads();
-    walk(scores, low, high, [&](u32 u) { atomicAdd(&s.high[u >> 21], 1); });
-    find<HIGH_BINS>(s, s.high, 0, k);
+    const auto visit = [&](auto f) {
+        if (holds) {
+#pragma unroll
+            for (int j = 0; j < HELD; j++)
+                if (j < each) f(held[j]);
+        } else {
+            stream(scores, low, high, f);
+        }
+    };
+    visit([&](u32 u) { if (u) atomicAdd(&s.bins[0][u >> 21], 1); });
+    find<HIGH_BINS>(s, 0, k);
+    __syncthreads();
     u32 prefix = s.bin[0];
-    walk(scores, low, high, [&](u32 u) { if (u >> 21 == prefix) atomicAdd(&s.middle[u >> 10 & 2047], 1); });
-    find<HIGH_BINS>(s, s.middle, 1, s.rest[0]);
+    visit([&](u32 u) { if (u >> 21 == prefix) atomicAdd(&s.bins[1][u >> 10 & 2047], 1); });
+    find<HIGH_BINS>(s, 1, s.rest[0]);
+    __syncthreads();
     prefix = prefix << 11 | s.bin[1];
-    walk(scores, low, high, [&](u32 u) { if (u >> 10 == prefix) atomicAdd(&s.low[u & 1023], 1); });
-    find<LOW_BINS>(s, s.low, 2, s.rest[1]);
+    visit([&](u32 u) { if (u >> 10 == prefix) atomicAdd(&s.bins[2][u & 1023], 1); });
+    find<LOW_BINS>(s, 2, s.rest[1]);
+    if (CLUSTER > 1 && warp == 0) {
+        const u32 sum = above<HIGH_BINS>(s, 0, s.bin[0]) + above<HIGH_BINS>(s, 1, s.bin[1]) + above<LOW_BINS>(s, 2, s.bin[2]);
+        const u32 total = __reduce_add_sync(~0u, sum);
+        if (lane == 0) s.above = total, s.equal = s.bins[2][s.bin[2]];
+    }
+    cluster_barrier();
     const u32 least = prefix << 10 | s.bin[2], wanted = s.rest[2];  // all above `least`, and the first `wanted` equal to it
 
     u32 above_before = 0, equal_before = 0;  // in the shares of lower ranks
     if (CLUSTER > 1) {
-        u32 sum = 0;
-        for (int i = tid; i < HIGH_BINS; i += THREADS) sum += (i > s.bin[0] ? s.high[i] : 0) + (i > s.bin[1] ? s.middle[i] : 0);
-        for (int i = tid; i < LOW_BINS; i += THREADS) sum += i > s.bin[2] ? s.low[i] : 0;
-        sum = __reduce_add_sync(~0u, sum);
-        if (lane == 0) atomicAdd(&s.above, sum);
-        if (tid == 0) s.equal = s.low[s.bin[2]];
-        cluster_barrier();
         if (lane < rank) above_before = remote(&s.above, lane), equal_before = remote(&s.equal, lane);
         above_before = __reduce_add_sync(~0u, above_before);
         equal_before = __reduce_add_sync(~0u, equal_before);
         cluster_arrive();  // nothing of another CTA is read any more
     }
-    for (int base = low, parity = 0; base < high; base += THREADS * 32, parity ^= 1) {
-        const int words = (min(high - base, THREADS * 32) + 31) / 32, each = (words + WARPS - 1) / WARPS;
-        const int first = base + warp * each * 32;  // lane j of a warp owns the j-th word of 32 positions of the warp
-        u32 above = 0, equal = 0;
-#pragma unroll 8
-        for (int j = 0; j < each; j++) {
-            const int i = first + j * 32 + lane;
-            const bool inside = i < high && warp * each + j < words;
-            const u32 u = inside ? ordered(scores[i]) : 0;
+    for (int base = low, parity = 0; base < high; base += WARPS * each * 32, parity ^= 1) {
+        const int first = base + warp * each * 32;  // lane j of a warp owns the warp's j-th word
+        u32 greater = 0, equal = 0;
+        const auto take = [&](int j, u32 u, bool inside) {
             const u32 a = __ballot_sync(~0u, inside && u > least), e = __ballot_sync(~0u, inside && u == least);
-            if (lane == j) above = a, equal = e;
-        }
-        u32 sums = __popc(above) | __popc(equal) << 16;  // at most 32,768 of either
-        const u32 own = sums;
+            if (lane == j) greater = a, equal = e;
+        };
+        if (holds) {
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const u32 v = __shfl_up_sync(~0u, sums, d);
-            if (lane >= d) sums += v;
+            for (int j = 0; j < HELD; j++)
+                if (j < each) take(j, held[j], held[j] != 0);
+        } else {
+#pragma unroll 8
+            for (int j = 0; j < 32; j++) {
+                const int i = first + j * 32 + lane;
+                const bool inside = i < high;
+                take(j, inside ? ordered(scores[i]) : 0, inside);
+            }
         }
+        const u32 own = __popc(greater) | __popc(equal) << 16;  // at most 32,768 of either in all
+        u32 sums = scan(own);
         if (lane == 31) s.counts[parity][warp] = sums;
         __syncthreads();
         const u32 count = lane < WARPS ? s.counts[parity][lane] : 0;
@@ -192,7 +245,7 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
             equal &= ~(1u << (31 - __clz(equal)));  // the lower positions stay
         int* to = out + above_here + min(equal_here, wanted);
         const int position = first + lane * 32;
-        for (u32 rest = above | equal; rest; rest &= rest - 1) *to++ = position + __ffs(rest) - 1;
+        for (u32 rest = greater | equal; rest; rest &= rest - 1) *to++ = position + __ffs(rest) - 1;
         above_before += all & 0xffff;
         equal_before += all >> 16;
     }

@@ -81,16 +81,16 @@ def test_equal_scores_go_to_the_lower_positions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("length", [2049, 2080, 32_768, 131_072, 300_001])
+@pytest.mark.parametrize("length", [2049, 2080, 16_384, 16_385, 32_768, 65_537, 131_072, 300_001])
 def test_selection_of_hostile_scores(length: int, cluster: int) -> None:
     """Infinities, denormals, one-bit differences, runs of equals across shares; garbage beyond the length."""
     g = torch.Generator("cuda").manual_seed(length)
-    scores = torch.full((6, length + 31), float("nan"), device="cuda")
+    scores = torch.full((6, (length + 63) // 32 * 32), float("nan"), device="cuda")
     scores[0, :length] = torch.randn(length, generator=g, device="cuda")
     scores[1, :length] = torch.randint(-3, 4, (length,), generator=g, device="cuda").float()
     low_bits = torch.randint(0, 1 << 12, (length,), generator=g, device="cuda", dtype=torch.int32)
     scores[2, :length] = (low_bits + 0x3F800000).view(torch.float32)
-    scores[3, :length] = torch.randn(length, generator=g, device="cuda") * 1e-42
+    scores[3, :length] = torch.randn(length, generator=g, device="cuda") * 1e-42  # must not be flushed to 0
     scores[4, :length] = 1.5
     scores[5, :length] = torch.tensor([float("-inf"), float("inf"), -0.0, 0.0], device="cuda")[
         torch.randint(0, 4, (length,), generator=g, device="cuda")]

@@ -113,7 +113,7 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
     if out is None:
         out = torch.empty(num, top_k, dtype=torch.int32, device=q.device)
     if max_len <= top_k:
-        return select_topk(q.new_empty(num, 0, dtype=torch.float32), seats, lengths, top_k, max_len=max_len, out=out,
+        return select_topk(q.new_empty(num, 4, dtype=torch.float32), seats, lengths, top_k, max_len=max_len, out=out,
                            status=status)
     width = -(-max_len // 32) * 32
     group = max(1, min(num, MAX_ROWS, workspace_bytes // (4 * width)))

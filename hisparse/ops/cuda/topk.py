@@ -11,7 +11,8 @@ from hisparse.errors import InvariantError
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
 
 THREADS = 1024
-MAX_CLUSTER = 8
+_CLUSTER_SHARES = {2: 1.0, 4: 0.75, 8: 0.5}
+"""Share of the processors that clusters of a size can count on."""
 _LEAST_SHARE = 2048
 """Positions of a CTA below which splitting a row further costs more than it saves."""
 
@@ -32,7 +33,8 @@ def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, m
     """The `top_k` best positions of every row, ascending; equal scores go to the lower position.
 
     Args:
-        scores: float32 [n, >= max_len], rows contiguous; read at positions [0, length) of rows longer than top_k. No NaN.
+        scores: float32 [n, >= max_len], rows contiguous, at multiples of 16 bytes; used at positions [0, length) of rows
+            longer than top_k. No NaN among them.
         seats: int32 or int64 [n], -1 = padding row. lengths: int32 or int64 [n], at most max_len.
         out: int32 [n, top_k], contiguous, written completely: -1 behind the last position.
         status: int32 [4]; NO_INDEXER_PAGE is set where a length exceeds max_len, and the row is cut.
@@ -46,8 +48,10 @@ def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, m
     num = seats.shape[0]
     if out.shape != (num, top_k) or out.dtype != torch.int32 or not out.is_contiguous():
         raise InvariantError(f"out must be contiguous int32 [{num}, {top_k}], got {out.dtype} {list(out.shape)}")
-    if scores.dtype != torch.float32 or scores.shape[0] < num or (num and scores.stride(-1) != 1):
+    if scores.dtype != torch.float32 or scores.shape[0] < num or (max_len > top_k and scores.shape[1] < max_len):
         raise InvariantError(f"scores must be float32 [{num}, >= {max_len}], got {scores.dtype} {list(scores.shape)}")
+    if scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
+        raise InvariantError(f"rows of scores must be contiguous at multiples of 16 bytes, got strides {scores.stride()}")
     if not num:
         return out
     if cluster is None:
@@ -58,10 +62,14 @@ def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, m
 
 
 def _cluster(num: int, max_len: int, device: torch.device) -> int:
-    """CTAs per row: as many as the processors allow, as long as each has enough to do."""
+    """CTAs per row: as many as fit at once, as long as each has enough to do.
+
+    A cluster lies within one group of processors, so of larger clusters fewer fit than the number of processors says.
+    """
     cluster = 1
-    while cluster < MAX_CLUSTER and 2 * cluster * num <= num_processors(device) and max_len >= 2 * cluster * _LEAST_SHARE:
-        cluster *= 2
+    for larger, share in _CLUSTER_SHARES.items():
+        if larger * num <= share * num_processors(device) and max_len >= larger * _LEAST_SHARE:
+            cluster = larger
     return cluster
 
 
