@@ -164,7 +164,7 @@ append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_st
 
     // 1. the new values, on their way before the tables are asked
     float values[FORMAT == 1 ? ITERATIONS : 1][16];
-    Unit units[FORMAT == 1 ? TAIL_ITERATIONS : ITERATIONS];
+    Unit units[ITERATIONS], tail[TAIL_ITERATIONS + 1];
 #pragma unroll
     for (int k = 0; k < ITERATIONS; ++k) {
         const int unit = k * 32 + lane;
@@ -175,64 +175,59 @@ append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_st
             units[k] = plain_unit<FORMAT == 1 ? 2 : FORMAT>(row, unit * (16 / FORMAT));
         }
     }
-    if constexpr (FORMAT == 1) {
 #pragma unroll
-        for (int k = 0; k < TAIL_ITERATIONS; ++k) {
-            const int unit = k * 32 + lane - SCALE_UNITS;
-            if (unit >= 0 && unit < ROPE_UNITS) units[k] = plain_unit<2>(row, LATENT + unit * 8);
-        }
+    for (int k = 0; k < TAIL_ITERATIONS; ++k) {
+        const int unit = k * 32 + lane - SCALE_UNITS;
+        if (unit >= 0 && unit < ROPE_UNITS) tail[k] = plain_unit<2>(row, LATENT + unit * 8);
     }
 
     // 2. where they go
     const i64 seat = load_index(seats, wide_seats, i), position = load_index(positions, wide_positions, i);
-    if (seat < 0 || !writes[i]) return;
+    const bool idle = seat < 0 || !writes[i];
     const i64 page = position >> block_shift, offset = position & ((i64(1) << block_shift) - 1);
-    const i64 block = look_up({resident, resident_stride, resident_seats, resident_pages}, seat, page);
-    i64 host_block = 0;
-    if (mirror != nullptr && host_rows != nullptr)
-        host_block = look_up({mirror, mirror_stride, mirror_seats, mirror_pages}, seat, page);
+    i64 block = 0, host_block = 0;
+    if (!idle) {
+        block = look_up({resident, resident_stride, resident_seats, resident_pages}, seat, page);
+        if (mirror != nullptr && host_rows != nullptr)
+            host_block = look_up({mirror, mirror_stride, mirror_seats, mirror_pages}, seat, page);
+    }
+
+    // 3. quantise while the tables answer
+    if constexpr (FORMAT == 1) {
+#pragma unroll
+        for (int k = 0; k < ITERATIONS; ++k) {
+            float most = 1.17549435e-38f;
+            for (int j = 0; j < 16; ++j) most = greater(most, fabsf(values[k][j]));
+            for (int step = 4; step; step /= 2) most = greater(most, __shfl_xor_sync(~0u, most, step));  // among 8 lanes
+            const float scale = divide(most, 448.0f);
+            unsigned words[4];
+            for (int j = 0; j < 4; ++j) {
+                const float* v = &values[k][4 * j];
+                words[j] = to_e4m3x2(divide(v[0], scale), divide(v[1], scale)) |
+                           unsigned(to_e4m3x2(divide(v[2], scale), divide(v[3], scale))) << 16;
+            }
+            units[k] = {words[0], words[1], words[2], words[3]};
+            const unsigned bits = k * 32 + lane >= VALUE_UNITS ? 0 : scale == scale ? __float_as_uint(scale) : 0x7FC00000u;
+            const Unit four = {__shfl_sync(~0u, bits, 0), __shfl_sync(~0u, bits, 8), __shfl_sync(~0u, bits, 16),
+                               __shfl_sync(~0u, bits, 24)};
+            if (lane == k) tail[0] = four;  // SCALE_UNITS <= 32: the scales are the first units of the tail
+        }
+    }
+
+    // 4. write them
+    if (idle) return;
     const i64 id = block * rows_per_block + row_offset + offset, host_id = (host_block << block_shift) + offset;
     if (block <= 0 || id >= num_rows || (host_block > 0 && host_id >= num_host_rows)) {
         if (lane == 0) report(status, NO_TARGET, seat, position, block);
         return;
     }
     const Targets to = {rows + id * ROW_BYTES, host_block > 0 ? host_rows + host_id * ROW_BYTES : nullptr};
-
-    // 3. write them
-    if constexpr (FORMAT != 1) {
 #pragma unroll
-        for (int k = 0; k < ITERATIONS; ++k)
-            if (k * 32 + lane < VALUE_UNITS) write(to, k * 32 + lane, units[k]);
-    } else {
-        Unit scales = {0, 0, 0, 0};
+    for (int k = 0; k < ITERATIONS; ++k)
+        if (k * 32 + lane < VALUE_UNITS) write(to, k * 32 + lane, units[k]);
 #pragma unroll
-        for (int k = 0; k < ITERATIONS; ++k) {
-            const int unit = k * 32 + lane;
-            float most = 1.17549435e-38f;
-            for (int j = 0; j < 16; ++j) most = greater(most, fabsf(values[k][j]));
-            for (int step = 4; step; step /= 2) most = greater(most, __shfl_xor_sync(~0u, most, step));  // among 8 lanes
-            const float scale = divide(most, 448.0f);
-            const bool real = unit < VALUE_UNITS;
-            if (real) {
-                unsigned words[4];
-                for (int j = 0; j < 4; ++j) {
-                    const float* v = &values[k][4 * j];
-                    words[j] = to_e4m3x2(divide(v[0], scale), divide(v[1], scale)) |
-                               unsigned(to_e4m3x2(divide(v[2], scale), divide(v[3], scale))) << 16;
-                }
-                write(to, unit, {words[0], words[1], words[2], words[3]});
-            }
-            const unsigned bits = !real ? 0 : scale == scale ? __float_as_uint(scale) : 0x7FC00000u;
-            const Unit four = {__shfl_sync(~0u, bits, 0), __shfl_sync(~0u, bits, 8), __shfl_sync(~0u, bits, 16),
-                               __shfl_sync(~0u, bits, 24)};
-            if (lane == k) scales = four;
-        }
-#pragma unroll
-        for (int k = 0; k < TAIL_ITERATIONS; ++k) {
-            const int unit = k * 32 + lane;
-            if (unit < TAIL) write(to, VALUE_UNITS + unit, unit < SCALE_UNITS ? scales : units[k]);
-        }
-    }
+    for (int k = 0; k < TAIL_ITERATIONS; ++k)
+        if (k * 32 + lane < TAIL) write(to, VALUE_UNITS + k * 32 + lane, tail[k]);
 }
 
 extern "C" __global__ void mark_rows(const void* seats, i64 wide_seats, const void* positions, i64 wide_positions,

@@ -12,6 +12,9 @@ import torch
 
 from benchmarks import report
 
+PAUSE_CYCLES = 4_000_000
+"""About 2 ms."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
@@ -30,12 +33,13 @@ class Times:
 
 
 def device_us(run: Callable[[], object], repeats: int) -> Times:
-    """Between events around `run`, each time from an idle device."""
+    """Between events around `run`, behind a pause of the device in which the calls of `run` return."""
     run()
     samples = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        torch.cuda._sleep(PAUSE_CYCLES)
         start.record()
         run()
         end.record()
@@ -45,11 +49,11 @@ def device_us(run: Callable[[], object], repeats: int) -> Times:
 
 
 def cpu_us(run: Callable[[], object], repeats: int) -> Times:
-    """Of the calling thread until `run` returns, each time with an idle device."""
+    """Of the calling thread until `run` returns, of calls that follow each other and pile up on the device."""
     run()
+    torch.cuda.synchronize()
     samples = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         samples.append((time.perf_counter() - start) * 1e6)

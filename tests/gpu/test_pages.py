@@ -23,7 +23,7 @@ LAYOUTS = {
     "bfloat16": make_layout(),
     "float32, pages of 8": make_layout(dtype="float32", block_size=8),
     "fp8_ds_mla": make_layout(row_format="fp8_ds_mla"),
-    "fp8_ds_mla, 41,984 bytes": make_layout(row_format="fp8_ds_mla", block_size=64, latent=512),
+    "fp8_ds_mla, 41,984 bytes": make_layout(row_format="fp8_ds_mla", block_size=64, latent=512, rope=64),
     "one group": make_layout(num_groups=1),
 }
 
@@ -228,8 +228,9 @@ def test_many_batches_follow_each_other_without_waiting(memory):
 
 def test_b14_pages_beyond_two_gib():
     """Host rows and device blocks on both sides of byte 2^31, in the last layer's part of the pool."""
-    layout = make_layout(row_format="fp8_ds_mla", block_size=64, latent=512, groups=((0,), (1,)), num_groups=1)
+    layout = make_layout(row_format="fp8_ds_mla", block_size=64, latent=512, rope=64, groups=((0,), (1,)), num_groups=1)
     page = layout.layer_page_bytes
+    assert page == 41_984
     host_blocks, device_blocks = 2**31 // page // 2 + 20, 2**31 // layout.block_bytes + 12
     from hisparse.ops.cuda.pages import PageCopier
 

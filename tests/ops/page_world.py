@@ -14,11 +14,11 @@ from hisparse.ops.page_list import PageList
 POISON = 0xEE
 
 
-def make_layout(*, dtype: str = "bfloat16", row_format: str = "auto", block_size: int = 4, latent: int = 128,
+def make_layout(*, dtype: str = "bfloat16", row_format: str = "auto", block_size: int = 4, latent: int = 128, rope: int = 16,
                 groups: tuple[tuple[int, ...], ...] = ((0, 1), (2,), (3, 4, 5), (6,)),
                 num_groups: int | None = 2) -> KVCacheLayout:
     shape = ModelShape(
-        model_type="glm_moe_dsa", num_layers=sum(map(len, groups)), num_heads=2, kv_lora_rank=latent, rope_dim=16,
+        model_type="glm_moe_dsa", num_layers=sum(map(len, groups)), num_heads=2, kv_lora_rank=latent, rope_dim=rope,
         index_head_dim=32, top_k=4, max_positions=1024, vocab_size=32,
         index_groups=tuple(IndexGroup(leader=layers[0], layers=layers) for layers in groups),
     )

@@ -18,7 +18,7 @@ from hisparse.ops.cuda.module import Instance, Kernel, kernel
 from hisparse.ops.page_list import ListRules, PageList, runs
 from hisparse.ops.reference.pages import check_gather, check_staging, staged_page
 
-COPY_CTAS = 32
+COPY_CTAS = 16
 """CTAs of a copy that runs beside a forward: enough for the host link, few of the device's."""
 GATHER_CTAS = 128
 """CTAs of a gather, which the forward waits for."""
