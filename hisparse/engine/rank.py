@@ -84,7 +84,7 @@ class RankEngine:
         self._sampler = Sampler()
         worker = self.parts.worker
         if worker is not None and num_ranks > 1:
-            worker.follow_writer(self._parallel.from_first(worker.host_writes.handle))
+            worker.follow_writer(self._parallel.from_first(worker.host_writes.handle if rank == 0 else b""))
         children: list[WorkerConnector] = []
         if worker is not None:
             children.append(HiSparseConnectorWorker(worker))

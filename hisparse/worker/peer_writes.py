@@ -16,6 +16,7 @@ Two events take turns: the writer records one again only behind another barrier,
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,8 +31,6 @@ class PeerWrites:
 
     Args:
         device: of this rank. handle: of the writer's object, for a peer; None makes the writer's own.
-    Attributes:
-        handle: bytes for peers; empty on the CPU.
     """
 
     def __init__(self, device: str | torch.device, handle: bytes | None = None) -> None:
@@ -39,18 +38,21 @@ class PeerWrites:
         self._events: list[Any] = []
         self._next = 0
         self.is_writer = handle is None
-        self.handle = handle or b""
-        if self._device.type != "cuda":
-            return
-        if handle is None:
-            self._events = [torch.cuda.Event(interprocess=True) for _ in range(TURNS)]  # type: ignore[no-untyped-call]
-            for event in self._events:
-                event.record(torch.cuda.current_stream(self._device))  # it has a handle once it was recorded
-            self.handle = b"".join(event.ipc_handle() for event in self._events)
-        else:
+        if handle and self._device.type == "cuda":
             size = len(handle) // TURNS
             parts = [handle[i * size : (i + 1) * size] for i in range(TURNS)]
             self._events = [torch.cuda.Event.from_ipc_handle(self._device, part) for part in parts]  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def handle(self) -> bytes:
+        """The writer's, for its peers; empty on the CPU. Until it was asked for, there are no peers and nothing is recorded."""
+        if not self.is_writer:
+            raise InvariantError("a peer has no handle to give on")
+        if self._device.type == "cuda":
+            self._events = [torch.cuda.Event(interprocess=True) for _ in range(TURNS)]  # type: ignore[no-untyped-call]
+            for event in self._events:
+                event.record(torch.cuda.current_stream(self._device))  # it has a handle once it was recorded
+        return b"".join(event.ipc_handle() for event in self._events)
 
     def record(self) -> None:
         """Behind what the current stream was given so far. Raises InvariantError unless this is the writer's object."""

@@ -1,5 +1,8 @@
 """The host pool's body as memory of a device: registered in chunks, released in reverse, never half.
 
+Kernels see one range. A copy by the driver (memcpy, so also `copy_`, `clone` and `cpu` of contiguous rows) fails when it spans
+two chunks: it must end on a border, or be made by a kernel.
+
 CUDA comes before NIXL and goes after it: a range that NIXL registered first is refused by CUDA, and its pin would end with
 NIXL's. `HostPool` keeps that order.
 """
@@ -16,8 +19,8 @@ from torch import Tensor
 from hisparse.errors import ConfigError, InvariantError
 
 GIB = 1 << 30
-CHUNK_BYTES = 4 * GIB
-"""Far below the 512 GiB that one registration may have, and fine enough to report progress."""
+CHUNK_BYTES = 16 * GIB
+"""Far below the 512 GiB that one registration may have, and under a second each, for the progress report."""
 Progress = Callable[[int, int], None]
 """Called with (bytes registered, bytes in all)."""
 
@@ -147,4 +150,6 @@ def _fix(reason: str) -> str:
         return "something registered this memory first (NIXL must come after CUDA)"
     if "OUT_OF_MEMORY" in reason:
         return "lower cache.host_pool_gib, or raise the locked-memory limit (ulimit -l unlimited, docker --ulimit memlock=-1)"
+    if "INVALID_VALUE" in reason:
+        return "memory of a file can be pinned only if the file is in a tmpfs, such as /dev/shm"
     return "lower cache.host_pool_gib, or see the kernel log of this node (dmesg) for why"

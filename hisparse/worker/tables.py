@@ -75,8 +75,13 @@ class KVTables:
         on_host = [self._mirror[at : at + r * c].reshape(r, c) for at, (r, c) in zip(self._first, shapes)]
         *self.tables, self.hot_rows, self.mirrors = on_device
         *self._host_tables, self._host_hot_rows, self._host_mirrors = on_host
+        self._residents = slice(layout.residents[0].group_id, layout.residents[-1].group_id + 1)
+        first, end = self._first[self._residents.start], self._first[self._residents.stop]
+        per_table = self._mirror[first:end].reshape(len(layout.residents), -1)[:, : max_seats * self.pages]
+        self._resident_rows = per_table.reshape(len(layout.residents), max_seats, self.pages)
+        """Rows of every resident table: their ids follow one another. A view."""
         self._extent: Array = np.zeros((len(widths), max_seats), dtype=np.int64)
-        """Entries of each row at and beyond which everything is null."""
+        """Entries of each table's row at and beyond which everything is null."""
         self._changed: list[tuple[int, int]] = []
         """First entry and count of what the CPU changed since the last flush."""
         self._mirrored: dict[int, list[MirrorSpan]] = {}
@@ -167,7 +172,10 @@ class KVTables:
                     f"table update of seat {update.seat}, group {update.group_id} covers entries {update.first_page}.."
                     f"{end} of {update.num_pages}, but the table has {width}"
                 )
-            self._set(update.group_id, update.seat, update.first_page, np.array(update.ids, dtype=np.int32), update.num_pages)
+            row = self._host_tables[update.group_id][update.seat : update.seat + 1]
+            values = np.array(update.ids, dtype=np.int32)[None]
+            group = slice(update.group_id, update.group_id + 1)
+            self._set(group, row, update.seat, update.first_page, values, update.num_pages)
 
     def _take_resident(self, update: ResidentPagesUpdate) -> None:
         num_groups, end = len(self.layout.residents), update.first_page + len(update.blocks)
@@ -183,23 +191,29 @@ class KVTables:
             )
         null = (0,) * num_groups
         blocks = np.array([page or null for page in update.blocks], dtype=np.int32).reshape(-1, num_groups)
-        for group, resident in enumerate(self.layout.residents):
-            self._set(resident.group_id, update.seat, update.first_page, blocks[:, group], update.num_pages)
+        rows = self._resident_rows[:, update.seat]
+        self._set(self._residents, rows, update.seat, update.first_page, blocks.T, update.num_pages)
 
-    def _set(self, group_id: int, seat: int, first: int, values: Array, num_pages: int) -> None:
-        """`row[first : first + len(values)] = values`, then null from `num_pages` on; notes what changed."""
-        row, extent = self._host_tables[group_id][seat], int(self._extent[group_id, seat])
-        start = self._first[group_id] + seat * row.shape[0]
-        end = first + values.shape[0]
-        if values.shape[0]:
-            row[first:end] = values
-            self._note(start + first, values.shape[0])
+    def _set(self, groups: slice, rows: Array, seat: int, first: int, values: Array, num_pages: int) -> None:
+        """`rows[:, first : first + n] = values` [tables, n], then null from `num_pages` on; notes what changed.
+
+        Args: groups: ids of the tables. rows: of `seat` in each of them.
+        """
+        end, extent = first + values.shape[1], int(self._extent[groups, seat].max())
+        spans = []
+        if values.shape[1]:
+            rows[:, first:end] = values
+            spans.append((first, end - first))
             extent = max(extent, end)
         if extent > num_pages:
-            row[num_pages:extent] = 0
-            self._note(start + num_pages, extent - num_pages)
+            rows[:, num_pages:extent] = 0
+            spans.append((num_pages, extent - num_pages))
             extent = num_pages
-        self._extent[group_id, seat] = extent
+        self._extent[groups, seat] = extent
+        if self._staging is not None:
+            start = seat * rows.shape[1]
+            for at, count in spans:
+                self._changed += [(base + start + at, count) for base in self._first[groups]]
 
     def _take_hot_rows(self, items: Iterable[HotRows]) -> None:
         for item in items:

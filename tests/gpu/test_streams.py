@@ -7,15 +7,29 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 
 from hisparse.types import ResolveStats
-from hisparse.worker import Field, PinnedRing, Place, StepEvent, StepInputs, StreamCopies, Streams
+from hisparse.worker import (
+    Field,
+    HostPool,
+    PeerWrites,
+    PinnedRing,
+    Place,
+    StepEvent,
+    StepInputs,
+    StreamCopies,
+    Streams,
+    host_memory,
+)
 from hisparse.worker.counters import Counters
 from tests.gpu.gate import Gate, no_waiting
+from tests.gpu.test_host_pool import layout
 from tests.worker.rig import make_layout
 
 pytestmark = pytest.mark.gpu
@@ -185,13 +199,7 @@ def test_peers_see_what_the_writer_copied_in_the_same_step(gate):
         print(out[:, 0].tolist(), flush=True)
         pool.close()
     """
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from hisparse.worker import HostPool, PeerWrites
-    from tests.gpu.test_host_pool import layout
-
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory(dir=host_memory.SHM) as directory:
         pool = HostPool.shared(layout(), 8, Path(directory) / "hisparse-peer.pool", poison=True)
         pool.pin("cuda")
         writer = PeerWrites("cuda")

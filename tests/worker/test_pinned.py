@@ -102,6 +102,7 @@ def test_no_page_of_a_layer_lies_in_two_registrations(pool):
 @pytest.mark.parametrize(("reason", "fix"), [
     ("CUDA_ERROR_OUT_OF_MEMORY", "lower cache.host_pool_gib, or raise the locked-memory limit"),
     ("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "NIXL must come after CUDA"),
+    ("CUDA_ERROR_INVALID_VALUE", "only if the file is in a tmpfs"),
     ("CUDA_ERROR_UNKNOWN", "kernel log"),
 ])
 def test_a_chunk_that_is_refused_leaves_nothing_pinned(pool, reason, fix):

@@ -58,7 +58,11 @@ def test_the_cpu_has_no_streams():
         streams.raw(Place.HOST)
     writer = PeerWrites("cpu")
     writer.record()
-    PeerWrites("cpu", writer.handle or b"x").wait()
+    assert writer.handle == b""
+    peer = PeerWrites("cpu", writer.handle)
+    peer.wait()
+    with pytest.raises(InvariantError, match="no handle to give on"):
+        _ = peer.handle
     with pytest.raises(InvariantError, match="in order already"):
         writer.wait()
     with pytest.raises(InvariantError, match="does not record"):
