@@ -37,6 +37,13 @@ def open_device(config: ModelConfig, rank: int = 0) -> torch.device:
     return device
 
 
+def check_devices(config: ModelConfig, num_ranks: int) -> None:
+    """For ranks that this process starts itself. Raises ConfigError unless each can have a GPU of its own."""
+    if config.device == "cuda" and num_ranks > 1 and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(f"tensor_parallel_size = {num_ranks} needs as many GPUs, this process sees "
+                          f"{torch.cuda.device_count()}; lower it, or set model.device to cpu")
+
+
 def check_room(device: torch.device, num_bytes: int, num_blocks: int) -> None:
     """Raises ConfigError unless a device pool of `num_bytes` fits beside the weights; says how many blocks would."""
     if device.type != "cuda":
