@@ -7,7 +7,6 @@ import torch
 from hisparse.config import GIB, ModelConfig
 from hisparse.errors import ConfigError
 from hisparse.ops import backend
-from hisparse.ops.cuda.device import check_device
 
 
 def open_device(config: ModelConfig, rank: int = 0) -> torch.device:
@@ -29,11 +28,20 @@ def open_device(config: ModelConfig, rank: int = 0) -> torch.device:
     if rank >= count > 1:
         raise ConfigError(f"rank {rank} needs a GPU of its own, this process sees {count}; lower tensor_parallel_size")
     torch.cuda.set_device(device)
-    backend(device)
+    backend(device)  # first: says which package is missing
+    from hisparse.ops.cuda.device import check_device
+
     check_device(device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device
+
+
+def check_devices(config: ModelConfig, num_ranks: int) -> None:
+    """For ranks that this process starts itself. Raises ConfigError unless each can have a GPU of its own."""
+    if config.device == "cuda" and num_ranks > 1 and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(f"tensor_parallel_size = {num_ranks} needs as many GPUs, this process sees "
+                          f"{torch.cuda.device_count()}; lower it, or set model.device to cpu")
 
 
 def check_room(device: torch.device, num_bytes: int, num_blocks: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
+from hisparse.engine.device import check_devices
 from hisparse.engine.models.hf import check_model
 from hisparse.engine.parallel import join_group, leave_group
 from hisparse.engine.rank import ConnectorFactory, RankEngine
@@ -64,6 +65,7 @@ class LocalExecutor:
     def __init__(self, config: HiSparseConfig, *, incarnation: int,
                  connectors: Sequence[ConnectorFactory] = ()) -> None:
         check_model(config.model, num_ranks=config.tensor_parallel_size)
+        check_devices(config.model, config.tensor_parallel_size)
         self._num_ranks = config.tensor_parallel_size
         self._inline: RankEngine | None = None
         self._ranks: _RankProcesses | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import Cache
 
 from hisparse.config import ModelConfig, model_shape
-from hisparse.engine.models import hf, seams
+from hisparse.engine.models import hf, rope, seams
 from hisparse.engine.models.hf import HandleLayer, load_network
 from hisparse.engine.models.indexer import PagedIndexer
 from hisparse.engine.parallel import HeadParallel
@@ -101,6 +102,24 @@ def test_an_indexer_that_is_not_known_is_refused(tiny_checkpoints) -> None:
     indexer.__class__ = type("OtherIndexer", (type(indexer),), {"__module__": type(indexer).__module__})
     with pytest.raises(ConfigError, match="the indexer OtherIndexer has no known rope; known are Glm"):
         PagedIndexer(indexer, None, 0, None)
+
+
+@pytest.mark.parametrize("name", ["glm52", "ds32"])
+def test_the_fused_rope_has_the_models_bits_and_leaves_other_models_alone(tiny_checkpoints, name: str) -> None:
+    network, _ = load(tiny_checkpoints[name])
+    module = sys.modules[type(network.model.layers[0].self_attn).__module__]
+    theirs = module.apply_rotary_pos_emb_interleave
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, 5, heads, 48, generator=draw).transpose(1, 2)[..., 32:] for heads in (4, 1))
+    cos, sin = network.model.rotary_emb(q, position_ids=torch.arange(10).view(2, 5))
+    for got, want in zip(rope._rotate(q, k, cos, sin), theirs(q, k, cos, sin)):
+        assert torch.equal(got, want)
+    rope.use_fused_rope(network.model.layers[0].self_attn)
+    assert network.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb_interleave"] is rope._rotate
+    assert module.apply_rotary_pos_emb_interleave is theirs
+    assert type(network.model.layers[1].self_attn).forward is type(network.model.layers[0].self_attn).forward
+    with pytest.raises(ConfigError, match="Linear.forward does not call apply_rotary_pos_emb_interleave"):
+        rope.use_fused_rope(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("name", ["glm52", "ds32"])

@@ -7,7 +7,7 @@ import torch
 
 from hisparse.config import ModelConfig
 from hisparse.engine.decode_graphs import batch_sizes
-from hisparse.engine.device import check_room, open_device
+from hisparse.engine.device import check_devices, check_room, open_device
 from hisparse.engine.packed_rows import pack, unpack, upload
 from hisparse.engine.sampler import SampleRow
 from hisparse.engine.step_output import NO_TOKEN, StepOutput, greedy
@@ -80,6 +80,9 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_do(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="rank 2 needs a GPU of its own, this process sees 2"):
         open_device(cuda, rank=2)
+    check_devices(cuda, 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 4 needs as many GPUs, this process sees 2"):
+        check_devices(cuda, 4)
 
 
 def test_a_pool_that_does_not_fit_the_device_is_refused_with_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,8 @@ def only_the_steps_event(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
 @pytest.mark.parametrize("graphs", modes())
 def test_a_step_waits_for_one_event(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
-    """Decode steps with misses, mirrors and table updates: one wait each, in the engine's own function."""
+    """Decode steps with misses, mirrors and table updates, and a prefill chunk over host-only history beside them: one wait
+    each, in the engine's own function."""
     move_to_cuda(monkeypatch, graphs=graphs, modules=(hand_driver,))
     with HandDriver(hand_driver.engine_config(tiny_checkpoints["glm52"], model={"dtype": "bfloat16"}), mirror=True) as driver:
         seats = [driver.open(number, prompt_of(100 + number, number)) for number in range(3)]
@@ -133,11 +134,18 @@ def test_a_step_waits_for_one_event(tiny_checkpoints: dict[str, Path], monkeypat
         driver.spill(seats[0], range(4))
         driver.give_hot_region(seats[0])
         driver.drop(seats[0], range(4))
+        late = driver.open(5, prompt_of(140, 5))
+        driver.prefill(late, (80,))
+        driver.spill(late, range(3))
+        driver.give_hot_region(late)
+        driver.drop(late, range(3))
         driver.decode(seats, 2)
         keep_one_logprob(monkeypatch)
         with only_the_steps_event(monkeypatch) as waits:
-            driver.decode(seats, 2 * BLOCK)
-        assert len(waits) == 2 * BLOCK and driver.stats.miss_rows > 0
+            driver.decode(seats, BLOCK)
+            driver.prefill(late, (40, 20), with_decode=seats)
+            driver.decode([*seats, late], BLOCK)
+        assert len(waits) == 2 * BLOCK + 2 and driver.stats.miss_rows > 0 and driver.stats.prefill_host_rows > 0
 
 
 @pytest.mark.parametrize("graphs", modes())

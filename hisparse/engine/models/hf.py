@@ -1,9 +1,10 @@
-"""A Hugging Face DSA model whose KV lives in hisparse: four hooks, the modelling code itself untouched.
+"""A Hugging Face DSA model whose KV lives in hisparse: five hooks, the modelling code itself untouched.
 
 1. The cache's layers append latent rows through `HiSparseCacheHandle` and return themselves instead of tensors.
 2. `expand_kv` is the identity, so that the "keys" and "values" attention gets are that layer object.
 3. The attention function "hisparse" works in latent space (absorbed MLA) and calls `handle.attend` with the top-k.
 4. An indexer's forward is `PagedIndexer`: the same projections, scored where the keys lie.
+5. The rope function that attention calls is ours: the same bits in fewer launches.
 
 On CUDA a forward asks the device nothing and allocates nothing whose size depends on data, so it can be captured in a graph.
 """
@@ -24,6 +25,7 @@ from hisparse.config import ModelConfig, model_path, model_shape
 from hisparse.engine.models.experts import use_capturable_experts
 from hisparse.engine.models.indexer import PagedIndexer
 from hisparse.engine.models.norms import use_fused_norms
+from hisparse.engine.models.rope import use_fused_rope
 from hisparse.engine.models.seams import attention_layers, cache_argument, check_seams, seam_error
 from hisparse.engine.parallel import HeadParallel, check_heads
 from hisparse.errors import ConfigError, InvariantError
@@ -147,6 +149,7 @@ class DSAModel:
         network.set_attn_implementation(ATTENTION)
         for attention in attentions:
             attention.expand_kv = _identity
+            use_fused_rope(attention)
         for i, leader in enumerate(leaders):
             own = attentions[leader].indexer
             own.forward = PagedIndexer(own, indexer, i, self._layers[leader].now)

@@ -6,21 +6,20 @@ one asks the pages, allocates nothing that depends on data, and can be captured 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hisparse.engine.models.seams import seam_error
+from hisparse.ops import backend
 
 if TYPE_CHECKING:
     from hisparse.worker.batch import RowBatch
     from hisparse.worker.indexer_pages import IndexerPages
 
-_ROPES = {"GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave", "DeepseekV32Indexer": "apply_rotary_pos_emb"}
-"""The rope that each indexer class uses, in its own module: neither follows a flag of config.json."""
+_INTERLEAVED = {"GlmMoeDsaIndexer": True, "DeepseekV32Indexer": False}
+"""Whether a class's rope pairs neighbours or halves: neither follows a flag of config.json."""
 _NEEDS = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "softmax_scale")
 
 
@@ -37,12 +36,12 @@ class PagedIndexer:
     def __init__(self, indexer: Any, pages: IndexerPages, i: int, batch: Callable[[], RowBatch]) -> None:
         name = type(indexer).__name__
         missing = [attribute for attribute in _NEEDS if not hasattr(indexer, attribute)]
-        rope = getattr(sys.modules[type(indexer).__module__], _ROPES.get(name, ""), None)
-        if missing or rope is None:
-            what = f"no {missing[0]}" if missing else f"no known rope; known are {', '.join(_ROPES)}"
+        if missing or name not in _INTERLEAVED:
+            what = f"no {missing[0]}" if missing else f"no known rope; known are {', '.join(_INTERLEAVED)}"
             raise seam_error(f"the indexer {name} has {what}")
         self._indexer, self._pages, self._i, self._batch = indexer, pages, i, batch
-        self._rope: Any = rope
+        self._interleaved = _INTERLEAVED[name]
+        self._ops = backend(indexer.wk.weight.device)
 
     def __call__(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor],
                  *args: Any, **kwargs: Any) -> Tensor:
@@ -55,14 +54,12 @@ class PagedIndexer:
         """
         own, batch = self._indexer, self._batch()
         size, length = hidden_states.shape[:2]
-        cos, sin = position_embeddings
-        split = [own.qk_rope_head_dim, own.head_dim - own.qk_rope_head_dim]
-        q = own.wq_b(q_resid).view(size, length, own.n_heads, own.head_dim)
-        k = own.k_norm(own.wk(hidden_states)).unsqueeze(2)
-        (q_rot, q_pass), (k_rot, k_pass) = torch.split(q, split, dim=-1), torch.split(k, split, dim=-1)
-        q_rot, k_rot = self._rope(q_rot, k_rot, cos, sin, unsqueeze_dim=2)
-        q, k = torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1)
+        num = size * length
+        cos, sin = (part.flatten(0, 1) for part in position_embeddings)
+        q = own.wq_b(q_resid).view(num, own.n_heads, own.head_dim)
+        k = own.k_norm(own.wk(hidden_states)).view(num, 1, own.head_dim)
+        q, k = (self._ops.rotate_heads(part, cos, sin, interleaved=self._interleaved) for part in (q, k))
         weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float() * (own.n_heads**-0.5)
-        self._pages.write(self._i, k.flatten(0, 2), batch)
-        chosen = self._pages.top_k(self._i, q.flatten(0, 1), weights.flatten(0, 1), batch, own.index_topk, own.softmax_scale)
+        self._pages.write(self._i, k.flatten(0, 1), batch)
+        chosen = self._pages.top_k(self._i, q, weights.flatten(0, 1), batch, own.index_topk, own.softmax_scale)
         return chosen.view(size, length, -1)

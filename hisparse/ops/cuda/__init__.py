@@ -6,6 +6,7 @@ from hisparse.ops.cuda.indexer import index_topk, write_keys
 from hisparse.ops.cuda.pages import PageCopier, copy_pages
 from hisparse.ops.cuda.replay import replay, reset_seat, reset_seats
 from hisparse.ops.cuda.resolve import resolve, resolve_pages
+from hisparse.ops.cuda.rope import rotate_heads
 
 __all__ = [
     "PageCopier",
@@ -18,6 +19,7 @@ __all__ = [
     "reset_seats",
     "resolve",
     "resolve_pages",
+    "rotate_heads",
     "sparse_mla",
     "write_keys",
 ]

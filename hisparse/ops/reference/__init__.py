@@ -8,6 +8,7 @@ from hisparse.ops.reference.fp8 import dequantize_rows, quantize_rows
 from hisparse.ops.reference.indexer import index_topk, write_keys
 from hisparse.ops.reference.pages import PageCopier
 from hisparse.ops.reference.resolve import replay, reset_seat, reset_seats, resolve, resolve_pages
+from hisparse.ops.reference.rope import rotate_heads
 from hisparse.ops.reference.rows import append, append_rows, copy_pages, mark_rows
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "reset_seats",
     "resolve",
     "resolve_pages",
+    "rotate_heads",
     "sparse_mla",
     "write_keys",
 ]
