@@ -26,6 +26,7 @@ from hisparse.config import CacheConfig
 from hisparse.engine.model_runner import ModelRunner
 from hisparse.engine.models.experts import use_capturable_experts
 from hisparse.engine.models.hf import DSAModel
+from hisparse.engine.models.norms import use_fused_norms
 from hisparse.layout import KVCacheLayout, ModelShape
 from hisparse.types import MirrorSpan, ScheduledChunk, SparseKVOffloadCommand
 from hisparse.worker import HostPool, WorkerParts, build_worker
@@ -54,6 +55,7 @@ def glm(layers: int) -> tuple[Any, ModelShape]:
         if layer.self_attn.indexer is not None:
             layer.self_attn.indexer.weights_proj.float()
     use_capturable_experts(network, torch.bfloat16)
+    use_fused_norms(network)
     return network, ModelShape.from_hf_config({**config.to_dict(), "architectures": ["GlmMoeDsaForCausalLM"]})
 
 
