@@ -122,9 +122,9 @@ def test_prefill_over_host_history(path: Path, driver: HandDriver) -> None:
     driver.give_hot_region(seat)
     driver.drop(seat, range(4))
     driver.prefill(seat, chunks[1:])
-    assert driver.stats.prefill_host_rows > 0
     driver.decode([seat], 12)
     check(path, seat, chunks)
+    assert driver.stats.prefill_host_rows > 0  # counts of a step on a device come with a later one
 
 
 def test_mirrored_decode_rows_replace_their_page(path: Path) -> None:

@@ -52,9 +52,9 @@ def quantize_keys(keys: Tensor) -> Tensor:
         uint8 [n, dim + 4]. Example: 128 values of 2.0 give 128 bytes 0x7E (448) and the scale 2 / 448.
     """
     values = keys.float()
-    scale = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
-    codes = (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
+    scale = values.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
+    codes = (values / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8).view(-1, 4)), 1)
 
 
 def dequantize_keys(rows: Tensor) -> Tensor:
