@@ -17,6 +17,8 @@ GROUP_SLOTS = 16
 MAX_ENTRIES = 32766
 """Entries of one request's rows: a claim's code has 16 bits."""
 DEFAULT_SHARED_BYTES = 48 << 10
+_CLUSTERS = ((2, 16), (16, 8), (64, 4), (128, 2))
+"""(requests, CTAs of each), measured on an H200: few requests need many CTAs to keep the host link busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Geometry:
                 f"{query_rows} rows of top-{top_k} per request have more than {MAX_ENTRIES} entries; split the request's rows"
             )
         threads = 256
-        cluster = 16 if requests <= 2 else 8 if requests <= 16 else 2
+        cluster = next((size for limit, size in _CLUSTERS if requests <= limit), 1)
         while cluster > 1 and bucket // cluster < 128:
             cluster //= 2
         while query_rows * bucket // cluster // threads > 8 and cluster < 8:
@@ -66,7 +68,7 @@ class Geometry:
                 cluster *= 2
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 4), ctas_per_sm=1 if capacity else 2,
+                   eager=int(cluster >= 8), ctas_per_sm=1 if capacity else 3 if cluster == 4 and query_rows * groups == 1 else 2,
                    hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:

@@ -54,7 +54,7 @@ def quantize_keys(keys: Tensor) -> Tensor:
     values = keys.float()
     scale = values.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
     codes = (values / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8).view(-1, 4)), 1)
+    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8).view(keys.shape[0], 4)), 1)
 
 
 def dequantize_keys(rows: Tensor) -> Tensor:
