@@ -67,9 +67,9 @@ class Geometry:
             while cluster < 8 and (slots + query_rows * bucket) // cluster > 6144:
                 cluster *= 2
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
+        ctas_per_sm = 1 if capacity else 3 if cluster == 4 and query_rows * groups == 1 else 2
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 8), ctas_per_sm=1 if capacity else 3 if cluster == 4 and query_rows * groups == 1 else 2,
-                   hash_capacity=capacity)
+                   eager=int(cluster >= 8), ctas_per_sm=ctas_per_sm, hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
