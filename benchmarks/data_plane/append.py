@@ -11,7 +11,7 @@ from hisparse.ops.cuda.append import append_rows
 from tests.gpu.host_memory import HostMemory
 
 BATCHES = (1, 16, 64, 256)
-BLOCK, LAYERS, PAGES = 64, 16, 2048
+BLOCK, LAYERS, PAGES = 64, 16, 1024
 HOST_BYTES_PER_S = 45e9
 SLACK = 1.3
 

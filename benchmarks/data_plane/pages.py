@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.data_plane.gpu import cpu_us, device_us
+from benchmarks.data_plane.gpu import cpu_us, device_us, graph_of
 from benchmarks.report import Row
 from hisparse.layout import KVCacheLayout, ModelShape
-from hisparse.ops.cuda.pages import PageCopier
+from hisparse.ops.cuda.pages import PageCopier, Path
 from hisparse.ops.page_list import PageList, page_list
 from hisparse.ops.reference.pages import staged_page
 from tests.gpu.host_memory import HostMemory
@@ -26,6 +26,7 @@ GLM52 = {
 COUNTS = (64, 256, 512)
 SHARE = 0.85
 CPU_BAR_US = 50.0
+PATHS: tuple[Path, ...] = ("kernel", "engine")
 
 
 def small_layout() -> KVCacheLayout:
@@ -89,7 +90,7 @@ def _ids(column: npt.NDArray[np.int32]) -> Tensor:
 
 def measure(quick: bool) -> list[Row]:
     layout, most = small_layout(), 16 if quick else max(COUNTS)
-    host_blocks = 40 if quick else 1200
+    host_blocks = 40 if quick else 640
     rows, repeats = [], 3 if quick else 9
     with HostMemory(host_blocks * layout.host_block_bytes) as memory:
         world = World(layout, memory, host_blocks, most)
@@ -108,12 +109,13 @@ def measure(quick: bool) -> list[Row]:
             }
             for case, (run, ceiling) in cases.items():
                 rows += _row(world, case, pages, run, ceiling, repeats, bars=not quick)
-        for run_pages in (8,) if quick else (8, 32, 128, 512):
+        for run_pages in (8,) if quick else (8, 32, 512):
             pages = world.in_runs(most, run_pages)
-            for path in ("kernel", "engine"):
+            for path in PATHS:
                 rows += _row(world, f"spill {most} pages in runs of {run_pages}, {path}", pages,
                              partial(copier.spill, pages, path=path), to_host, repeats, bars=False)
         rows += _gather(world, 16 if quick else 512, to_device, repeats)
+        rows += _beside(world, world.in_runs(16 if quick else 128, 64), repeats)
         del world, copier, staging
     return rows
 
@@ -164,10 +166,36 @@ def _gather(world: World, count: int, engine_gb: float, repeats: int) -> list[Ro
     def run() -> None:
         world.copier.gather_pages(layer, 0, source, resident, workspace, first_page=0, num_pages=count)
 
-    run()
+    run()  # compiles
     if not torch.equal(workspace.view(count, -1), world.host[layer][source[0].long()]):
         raise AssertionError("gather: wrong bytes")
-    size, device = count * layout.layer_page_bytes, device_us(run, repeats)
+    size, device = count * layout.layer_page_bytes, device_us(graph_of(run).replay, repeats)
     return [Row(case=f"gather {count} pages of one layer", value=size / device.median / 1e3, unit="GB/s",
                 yardstick=(engine_gb, "copy engine"), best=size / device.best / 1e3,
                 detail={"bytes": size, "us": device.median})]
+
+
+def _beside(world: World, pages: PageList, repeats: int) -> list[Row]:
+    """Small matrix products, as a decode step has them, alone and while a spill runs on another stream."""
+    thin = torch.randn(64, 6144, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(4, 6144, 6144, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+
+    def products() -> None:
+        for i in range(200):
+            torch.mm(thin, weights[i % 4])
+
+    def beside(path: Path) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            world.copier.spill(pages, path=path)
+        products()
+
+    alone = device_us(products, repeats).median
+    rows = [Row(case="200 products of 64 x 6144 x 6144, alone", value=alone, unit="us")]
+    for path in PATHS:
+        times = device_us(partial(beside, path), repeats)
+        rows.append(Row(case=f"the same beside a spill of {len(pages)} pages by the {path}", value=times.median, unit="us",
+                        yardstick=(alone, "alone"), best=times.best, p90=times.p90, max=times.max))
+        torch.cuda.synchronize()
+    return rows

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
@@ -262,37 +261,6 @@ def test_b14_pages_beyond_two_gib():
         assert bool((want[:, 1] == 5).all()) and bool((want[:, 3 : host_blocks - 30] == 0).all())
         assert torch.equal(workspace.view(2, page).cpu(), want[1, [far[3], far[4]]])
         del host, copier
-
-
-def test_b01_every_layer_reads_back_its_own_value_by_each_route(memory):
-    """Value 1000 * layer + slot to slot 5 of every layer in turn; then resident, spilled, and restored to another block."""
-    from hisparse.ops.cuda.append import append_rows
-
-    layout = make_layout(dtype="float32", groups=((0,), (1,), (2,)), num_groups=1)
-    pools = Pools.random(layout, 12, 9, 1)
-    ours, one = OnDevice(pools, memory), torch.ones(1, dtype=torch.int64, device="cuda")
-    resident = torch.tensor([[0, 0, 0], [4, 7, 0]], dtype=torch.int32, device="cuda")
-
-    def value(rows: Tensor) -> float:
-        assert float(rows.min()) == float(rows.max())
-        return float(rows[0])
-
-    for layer in range(3):
-        append_rows(torch.full((1, 144), 1000.0 * layer + 5, device="cuda"), one.int(), 5 * one, one.bool(),
-                    resident_table=resident, mirror_table=None, block_size=4, rows_per_block=layout.rows_per_block,
-                    row_offset=layout.layer_row_offset[layer], rows=ours.rows, host_rows=None)
-
-    def flat(block: int, layer: int) -> int:
-        return block * layout.rows_per_block + layout.layer_row_offset[layer] + 1
-
-    ours.copier.spill(page_list([6], [(7,)], 4))
-    ours.copier.restore(page_list([6], [(9,)], 2))
-    torch.cuda.synchronize()
-    for layer in range(3):
-        want = 1000.0 * layer + 5
-        assert value(ours.rows[flat(7, layer)]) == want, "resident"
-        assert value(ours.host_rows[layer][6 * 4 + 1].cpu()) == want, "host"
-        assert value(ours.rows[flat(9, layer)]) == want, "restored"
 
 
 def test_what_cannot_be_copied_is_refused(memory):

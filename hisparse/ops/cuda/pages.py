@@ -23,7 +23,12 @@ COPY_CTAS = 16
 GATHER_CTAS = 128
 """CTAs of a gather, which the forward waits for."""
 ENGINE_RUN_PAGES = 256
-"""Pages in a run, on average, from which on the copy engine takes a batch: it costs about 3 us of CPU a layer and run."""
+"""Pages in a run, on average, from which on the copy engine takes a batch.
+
+It costs about 15 us of CPU a layer and run; measured on one H200, 512 pages of 78 layers: 23 GB/s in runs of 8 (bound by the
+CPU), 49 in runs of 32, 53 from 128 on; the kernel 51 for any. But products on another stream take twice as long while the
+kernel copies, and no longer than alone beside the copy engine.
+"""
 THREADS, UNROLL = 512, 6
 PIECE_BYTES = THREADS * UNROLL * 16
 """Of a run, for one CTA at a time."""
