@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.layout import KVCacheLayout
-from hisparse.types import AckKind, Fence, PageCopy, PageRestore, SeatReset, SparseKVPageTransfer
+from hisparse.types import AckKind, Fence, HiSparseWorkerOutput, PageCopy, PageRestore, SeatReset, SparseKVPageTransfer
 from hisparse.worker import Place
 from tests.gpu.gate import Gate, no_waiting
 from tests.worker.rig import Rig, acked, make_layout
@@ -266,6 +266,12 @@ def host_page(rig: Rig, block: int) -> list[float]:
     return [float(rig.host.rows(layer)[block * size + size - 1][0]) for layer in range(rig.layout.shape.num_layers)]
 
 
+def outcomes(rig: Rig, *earlier: HiSparseWorkerOutput) -> list[tuple[int, AckKind, int]]:
+    """Everything but "enqueued", whether the step's own output had it already or not."""
+    acks = [ack for output in (*earlier, rig.finish_copies()) for ack in output.acks]
+    return sorted(((a.transfer_id, a.kind, a.row_mask) for a in acks if a.kind is not AckKind.ENQUEUED), key=str)
+
+
 @pytest.fixture
 def rig(gate):
     rig = Rig(make_layout(wide=True), device="cuda")
@@ -340,11 +346,13 @@ def test_before_the_forward_and_behind_it(gate, rig):
 
 def test_a_spill_without_bytes_trusts_only_the_devices_mask(rig):
     size = rig.layout.block_size
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b0111), new_host=(5,), spills=(spill(1, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.FAILED, 0b111)]
+    output = rig.step(
+        lambda: rig.host.device_masks[5:6].bitwise_or_(0b0111), new_host=(5,), spills=(spill(1, copy_bytes=False),)
+    )
+    assert outcomes(rig, output) == [(1, AckKind.FAILED, 0b111)]
     before = rig.host.rows(0)[5 * size : 6 * size].clone()
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1000), spills=(spill(2, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.COMPLETED, 0b1111)]
+    output = rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1000), spills=(spill(2, copy_bytes=False),))
+    assert outcomes(rig, output) == [(2, AckKind.COMPLETED, 0b1111)]
     assert torch.equal(before.view(torch.uint8), rig.host.rows(0)[5 * size : 6 * size].view(torch.uint8))
 
 
@@ -352,15 +360,15 @@ def test_bits_that_the_cpu_set_count(rig):
     """An import's rows are marked by its thread; append marks the rest on the device."""
     rig.step(new_host=(5,))
     rig.host.row_masks[5] = np.uint64(0b0011)
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1100), spills=(spill(1, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.COMPLETED, 0b1111)]
+    output = rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1100), spills=(spill(1, copy_bytes=False),))
+    assert outcomes(rig, output) == [(1, AckKind.COMPLETED, 0b1111)]
 
 
 def test_a_host_page_handed_out_again_starts_empty(gate, rig):
     with no_waiting():
         rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1111), new_host=(5,))
-        rig.step(spills=(spill(1, copy_bytes=False),), new_host=(5,))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.FAILED, 0)]
+        output = rig.step(spills=(spill(1, copy_bytes=False),), new_host=(5,))
+    assert outcomes(rig, output) == [(1, AckKind.FAILED, 0)]
 
 
 def test_a_failed_copy_is_reported_and_sets_no_mask(rig):
@@ -371,9 +379,7 @@ def test_a_failed_copy_is_reported_and_sets_no_mask(rig):
     rig.worker.copies.hook = broken
     first = rig.step(lambda: write(rig, 5.0), spills=(spill(1), spill(2, 6)), new_host=(5, 6))
     assert acked(first, AckKind.ENQUEUED) == [1, 2]
-    done = (*first.acks, *rig.finish_copies().acks)
-    assert [a.transfer_id for a in done if a.kind is AckKind.FAILED] == [1]
-    assert [a.transfer_id for a in done if a.kind is AckKind.COMPLETED] == [2]
+    assert outcomes(rig, first) == [(1, AckKind.FAILED, 0), (2, AckKind.COMPLETED, 15)]
     assert int(rig.host.row_masks[5]) == 0 and int(rig.host.row_masks[6]) == 15
 
 
