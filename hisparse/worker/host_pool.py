@@ -52,6 +52,7 @@ class HostPool:
         path: Path | None = None,
         fd: int | None = None,
     ) -> None:
+        self._pinned: pinned.PinnedMemory | None = None  # the first attribute, so that it is forgotten before the memory
         self.layout = layout
         self.num_blocks = num_blocks
         self.path = path
@@ -68,7 +69,6 @@ class HostPool:
         body = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
         self.address = body.data_ptr()
         self._layers: tuple[Tensor, ...] = self._by_layer(body)
-        self._pinned: pinned.PinnedMemory | None = None
         self._device_layers = self._layers
         self.device_masks = torch.from_numpy(self.row_masks.view(np.int64))
         self._held_by: list[str] = []

@@ -10,7 +10,8 @@ NIXL's. `HostPool` keeps that order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -54,7 +55,7 @@ def chunk_sizes(total_bytes: int, *, unit_bytes: int, page_bytes: int, chunk_byt
 
 
 class PinnedMemory:
-    """One registered range. Made by `pin`.
+    """One registered range. Made by `pin`; ends with `unpin`, or at the latest when it is forgotten.
 
     Attributes:
         tensor: uint8 [num_bytes] on the device, the same memory.
@@ -63,7 +64,10 @@ class PinnedMemory:
 
     def __init__(self, registrar: Registrar, device: torch.device, chunks: list[tuple[int, int]], tensor: Tensor) -> None:
         self.tensor = tensor
-        self._registrar, self._device, self._chunks = registrar, device, chunks
+        self._chunks = chunks
+        # memory that is given back while it is registered would make the next pool at its address impossible
+        self._end = weakref.finalize(self, _release, registrar, device, tuple(chunks))
+        self._end.atexit = False
 
     @property
     def num_chunks(self) -> int:
@@ -75,9 +79,9 @@ class PinnedMemory:
         Raises:
             InvariantError: the driver refused chunks (named); the others were released.
         """
-        chunks, self._chunks = self._chunks, []
-        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
-        refused = _release(self._registrar, self._device, chunks)
+        self._chunks = []
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        refused = self._end()
         if refused:
             raise InvariantError(f"unpinning the host pool: {'; '.join(refused)}")
 
@@ -134,7 +138,7 @@ def pin(
     return PinnedMemory(registrar, device, done, tensor)
 
 
-def _release(registrar: Registrar, device: torch.device, chunks: list[tuple[int, int]]) -> list[str]:
+def _release(registrar: Registrar, device: torch.device, chunks: Sequence[tuple[int, int]]) -> list[str]:
     """Unregisters in reverse, all of them whatever happens; returns what was refused."""
     refused = []
     for at, size in reversed(chunks):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.layout import KVCacheLayout
-from hisparse.types import AckKind, Fence, PageCopy, PageRestore, SeatReset, SparseKVPageTransfer
-from hisparse.worker import Place
+from hisparse.types import AckKind, Fence, HiSparseWorkerOutput, PageCopy, PageRestore, SeatReset, SparseKVPageTransfer
+from hisparse.worker import Place, StepEvent, StreamCopies, Streams
 from tests.gpu.gate import Gate, no_waiting
 from tests.worker.rig import Rig, acked, make_layout
 
@@ -176,13 +176,13 @@ class Twins:
                                    self.layout.row.row_elems, generator=self.generator)) for page in fresh]
         self.seen.update(spills=len(spills), restores=len(restores), copies=len(copies), resets=len(resets))
         pinned = [(page, values.pin_memory()) for page, values in rows]
-        held = self.loaded and r.random() < 0.7
+        held = [place for place, share in ((Place.DMA, 0.6), (Place.COMPUTE, 0.3)) if self.loaded and r.random() < share]
         for i, rig in enumerate(self.rigs):
             values = rows if rig is self.cpu else pinned
             if rig is self.cuda:
                 with no_waiting() if self.loaded else contextlib.nullcontext():
-                    if held:
-                        self.gate.hold(rig.parts.streams.raw(Place.DMA))
+                    for place in held:
+                        self.gate.hold(rig.parts.streams.raw(place))
                     output = rig.step(lambda rig=rig, values=values: self.forward(rig, values), **command)
                 self.seen["late"] += bool(rig.worker.copies.num_pending)
             else:
@@ -235,10 +235,8 @@ class Twins:
             assert torch.equal(x.state.use, y.state.use[:, :slots].cpu())
 
 
-@pytest.mark.parametrize(("seed", "num_groups", "block_size"), [(0, 2, 4), (1, 4, 4), (2, 1, 4), (3, 2, 64)])
-def test_the_same_life_on_both_devices(gate, seed, num_groups, block_size):
-    twins = Twins(seed, make_layout(num_groups=num_groups, block_size=block_size, wide=True), gate)
-    for step in range(60):
+def live(twins: Twins, steps: int = 60) -> None:
+    for step in range(steps):
         twins.loaded = twins.loaded or all(twins.seen[name] for name in ("restores", "copies", "resets", "spills"))
         twins.step()
         if step % 4 == 3:
@@ -247,6 +245,46 @@ def test_the_same_life_on_both_devices(gate, seed, num_groups, block_size):
     assert all(twins.seen[name] for name in ("fences", "spills", "restores", "copies", "resets", "late")), twins.seen
     for rig in twins.rigs:
         rig.worker.shutdown()
+
+
+@pytest.mark.parametrize(("seed", "num_groups", "block_size"), [(0, 2, 4), (1, 4, 4), (2, 1, 4), (3, 2, 64)])
+def test_the_same_life_on_both_devices(gate, seed, num_groups, block_size):
+    live(Twins(seed, make_layout(num_groups=num_groups, block_size=block_size, wide=True), gate))
+
+
+def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamCopies, "wait", lambda self, transfer_id, timeout_s=0.0: None)
+
+
+def spills_run_before_the_forward(patch: pytest.MonkeyPatch) -> None:
+    wait = Streams.wait
+    patch.setattr(Streams, "wait", lambda self, mark, place: None if place is Place.DMA else wait(self, mark, place))
+
+
+def copies_count_as_done_when_they_are_launched(patch: pytest.MonkeyPatch) -> None:
+    reached = Streams.reached
+    patch.setattr(Streams, "reached", lambda self, mark: mark.event is StepEvent.SPILLS_DONE or reached(self, mark))
+
+
+FAULTS = (fences_are_ignored, spills_run_before_the_forward, copies_count_as_done_when_they_are_launched)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_twins_find_a_missing_wait(gate, fault):
+    """Each of these would corrupt a page now and then in production; here it shows within four lives."""
+    found = None
+    for seed in range(4):
+        twins = Twins(seed, make_layout(num_groups=2, wide=True), gate)
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            try:
+                live(twins)
+            except AssertionError as error:
+                found = error
+        gate.close()
+        for rig in twins.rigs:
+            rig.worker.shutdown()
+    assert found is not None
 
 
 # ---- single properties
@@ -264,6 +302,12 @@ def write(rig: Rig, value: float, blocks: tuple[int, ...] = (1, 2)) -> None:
 def host_page(rig: Rig, block: int) -> list[float]:
     size = rig.layout.block_size
     return [float(rig.host.rows(layer)[block * size + size - 1][0]) for layer in range(rig.layout.shape.num_layers)]
+
+
+def outcomes(rig: Rig, *earlier: HiSparseWorkerOutput) -> list[tuple[int, AckKind, int]]:
+    """Everything but "enqueued", whether the step's own output had it already or not."""
+    acks = [ack for output in (*earlier, rig.finish_copies()) for ack in output.acks]
+    return sorted(((a.transfer_id, a.kind, a.row_mask) for a in acks if a.kind is not AckKind.ENQUEUED), key=str)
 
 
 @pytest.fixture
@@ -340,11 +384,13 @@ def test_before_the_forward_and_behind_it(gate, rig):
 
 def test_a_spill_without_bytes_trusts_only_the_devices_mask(rig):
     size = rig.layout.block_size
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b0111), new_host=(5,), spills=(spill(1, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.FAILED, 0b111)]
+    output = rig.step(
+        lambda: rig.host.device_masks[5:6].bitwise_or_(0b0111), new_host=(5,), spills=(spill(1, copy_bytes=False),)
+    )
+    assert outcomes(rig, output) == [(1, AckKind.FAILED, 0b111)]
     before = rig.host.rows(0)[5 * size : 6 * size].clone()
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1000), spills=(spill(2, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.COMPLETED, 0b1111)]
+    output = rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1000), spills=(spill(2, copy_bytes=False),))
+    assert outcomes(rig, output) == [(2, AckKind.COMPLETED, 0b1111)]
     assert torch.equal(before.view(torch.uint8), rig.host.rows(0)[5 * size : 6 * size].view(torch.uint8))
 
 
@@ -352,15 +398,15 @@ def test_bits_that_the_cpu_set_count(rig):
     """An import's rows are marked by its thread; append marks the rest on the device."""
     rig.step(new_host=(5,))
     rig.host.row_masks[5] = np.uint64(0b0011)
-    rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1100), spills=(spill(1, copy_bytes=False),))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.COMPLETED, 0b1111)]
+    output = rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1100), spills=(spill(1, copy_bytes=False),))
+    assert outcomes(rig, output) == [(1, AckKind.COMPLETED, 0b1111)]
 
 
 def test_a_host_page_handed_out_again_starts_empty(gate, rig):
     with no_waiting():
         rig.step(lambda: rig.host.device_masks[5:6].bitwise_or_(0b1111), new_host=(5,))
-        rig.step(spills=(spill(1, copy_bytes=False),), new_host=(5,))
-    assert [(a.kind, a.row_mask) for a in rig.finish_copies().acks] == [(AckKind.FAILED, 0)]
+        output = rig.step(spills=(spill(1, copy_bytes=False),), new_host=(5,))
+    assert outcomes(rig, output) == [(1, AckKind.FAILED, 0)]
 
 
 def test_a_failed_copy_is_reported_and_sets_no_mask(rig):
@@ -371,9 +417,7 @@ def test_a_failed_copy_is_reported_and_sets_no_mask(rig):
     rig.worker.copies.hook = broken
     first = rig.step(lambda: write(rig, 5.0), spills=(spill(1), spill(2, 6)), new_host=(5, 6))
     assert acked(first, AckKind.ENQUEUED) == [1, 2]
-    done = (*first.acks, *rig.finish_copies().acks)
-    assert [a.transfer_id for a in done if a.kind is AckKind.FAILED] == [1]
-    assert [a.transfer_id for a in done if a.kind is AckKind.COMPLETED] == [2]
+    assert outcomes(rig, first) == [(1, AckKind.FAILED, 0), (2, AckKind.COMPLETED, 15)]
     assert int(rig.host.row_masks[5]) == 0 and int(rig.host.row_masks[6]) == 15
 
 

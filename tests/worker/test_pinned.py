@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -133,6 +134,14 @@ def test_every_chunk_is_released_even_if_one_is_refused(pool):
         pool.unpin()
     assert not driver.live and not pool.is_pinned
     pool.unpin()
+
+
+def test_a_pool_that_is_forgotten_is_released():
+    """An engine that fails to start never closes its pool; the next one may get the same address."""
+    driver = FakeDriver()
+    HostPool.private(LAYOUT, 40).pin("cpu", registrar=driver, chunk_bytes=3 * PAGE)
+    gc.collect()
+    assert not driver.live and "-" in {sign for sign, _, _ in driver.log}
 
 
 def test_cuda_registers_first_and_last(pool):
