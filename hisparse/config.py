@@ -66,6 +66,9 @@ class CacheConfig(_Section):
                                                         "default equal.")
     hot_rows_max: RowsOption = Field(None, description="Limit of elastic growth, for every hot group or a list; default "
                                      "4 * hot_rows, <= 32,768.")
+    position_table: Literal["direct", "hashed"] = Field(
+        "direct", description="How the resolver finds a position's slot. direct: 2 bytes for each seat, index group and "
+        "position of max_model_len; hashed (CUDA): none, each resolve builds a table in shared memory, which takes longer.")
     watermark: float = Field(0.1, gt=0, lt=1, description="Share of the device pool below which requests go hot.")
     prefix_cache: bool = Field(True, description="Reuse published host pages and cached indexer pages.")
     host_reserve_tokens: int = Field(1024, ge=0, description="Output tokens whose host pages admission reserves.")

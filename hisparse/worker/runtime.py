@@ -25,6 +25,7 @@ class HiSparseRuntime:
     Args:
         index_group: index into `layout.shape.index_groups`.
         host_pool: None when HiSparse is off; then every context must be resident.
+        hashed: keep no table of positions (CUDA).
 
     Attributes:
         hot_group: index into `layout.hots` of the group whose blocks and sizes this one uses.
@@ -41,6 +42,7 @@ class HiSparseRuntime:
         tables: KVTables,
         counters: Counters,
         streams: Streams,
+        hashed: bool = False,
     ) -> None:
         self.index_group = index_group
         self.leader = layout.shape.index_groups[index_group].leader
@@ -59,7 +61,9 @@ class HiSparseRuntime:
         self.state: HotState | None = None
         if host_pool is not None:
             slots = tables.hot(self.hot_group).shape[1] * layout.block_size
-            self.state = HotState.empty(tables.max_seats, slots, tables.pages * layout.block_size, cache.device)
+            self.state = HotState.empty(
+                tables.max_seats, slots, tables.pages * layout.block_size, cache.device, hashed=hashed
+            )
 
     def resolve(self, layer: int, topk: Tensor, batch: RowBatch) -> Resolution:
         """Where the rows that `topk` [n, k] names are, in the rows of `layer` once its copies are made.

@@ -309,7 +309,8 @@ def build_worker(
     counters = Counters(layout, max_seats, device, streams)
     runtimes = [
         HiSparseRuntime(
-            layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters, streams=streams
+            layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters, streams=streams,
+            hashed=streams.is_cuda and config.position_table == "hashed",
         )
         for index in range(len(layout.shape.index_groups))
     ]

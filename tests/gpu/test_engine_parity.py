@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hisparse.config import HiSparseConfig
 from tests.engine import hand_driver, test_hf_parity, test_wide_rows
 from tests.engine.hand_driver import HandDriver, engine_config
 from tests.engine.test_hf_parity import (  # noqa: F401  # run here, with the fixtures of this module
@@ -40,3 +41,17 @@ def driver(path: Path, on_cuda: None) -> Iterator[HandDriver]:  # noqa: F811
     with HandDriver(engine_config(path)) as driver:
         assert driver.executor.rank_engine.device.type == "cuda"
         yield driver
+
+
+@pytest.fixture(params=["direct", "hashed"])
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> str:
+    def with_table(checkpoint: Path, *, cache: dict[str, object] | None = None) -> HiSparseConfig:
+        return engine_config(checkpoint, cache={**(cache or {}), "position_table": request.param})
+
+    monkeypatch.setattr(test_hf_parity, "engine_config", with_table)
+    return request.param
+
+
+def test_both_tables_of_positions(path: Path, table: str) -> None:  # noqa: F811
+    """Hot regions of unequal sizes, found through a table of positions or through a hash made by each resolve."""
+    test_hot_regions_of_different_sizes(path)
