@@ -15,7 +15,7 @@
 //
 // mark_rows: a thread per row sets the row's bit in its host page's mask; atomicOr commutes.
 
-#include "access.cuh"
+#include "common.cuh"
 
 #ifndef LATENT
 #define LATENT 512

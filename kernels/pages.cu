@@ -15,7 +15,7 @@
 //
 // copy_runs, gather_pages: the same copy loop, driven by first rows, or by one seat's rows of the block tables; see each.
 
-#include "access.cuh"
+#include "common.cuh"
 
 #ifndef THREADS
 #define THREADS 512
