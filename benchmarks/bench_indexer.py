@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_indexer [--quick] [--json PATH] [--check]
 
-Bars: what a Triton indexer with an unsorted top-k took on the same GPU. A wrong selection ends the run without a number.
+Bars: what a Triton indexer over contiguous keys with an unsorted top-k took on the same GPU, one input repeated; here inputs
+rotate, so that keys come from memory. A wrong selection ends the run without a number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SCALE = DIM**-0.5
 KEY_BYTES = DIM * 2
 MAX_POOL_BYTES = 6 << 30
 BARS_US = {("scores", 16, 32768): 42.0, ("scores", 64, 32768): 147.0, ("top-k", 16, 32768): 53.0, ("top-k", 64, 32768): 72.0}
-"""Of gpu.md's Triton kernels, 2026-11-30, one H200."""
+"""Measured 2026-11-30, one H200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,18 +31,8 @@ typedef i64 length_t;
 typedef int length_t;
 #endif
 
-#ifndef WARP_KEYS
-#define WARP_KEYS 32
-#endif
-#ifndef AHEAD
-#define AHEAD 2
-#endif
-#ifndef CTAS
-#define CTAS 2
-#endif
-constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = KEYS == 1 ? THREADS : WARPS * WARP_KEYS, RUN = 16, MAX_ROWS = 1024;
-constexpr int GROUPS = WARP_KEYS / 8;  // of 8 keys, that a warp holds
-constexpr int TILE_PAGES = (TILE + BLOCK_SIZE - 1) / BLOCK_SIZE;
+constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = 256, RUN = 16, MAX_ROWS = 1024;
+constexpr int WARP_KEYS = TILE / WARPS;
 constexpr int LOAD_COST = 3;  // loading a tile's keys costs about as much as scoring this many rows
 constexpr int NO_INDEXER_PAGE = 16;
 constexpr bool FLOAT32 = KEYS == 1, FP8 = KEYS == 2;
@@ -82,10 +72,6 @@ __device__ __forceinline__ void copy_async16(u32 to, const void* from) {
 
 __device__ __forceinline__ void copy_async4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void prefetch(const char* p, i64 bytes) {
-    if (bytes) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"((u32)bytes) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_key(const char* p) {
@@ -189,6 +175,7 @@ struct Keys {
 // Lane (g, t) = (lane / 4, lane % 4) holds of keys g, g + 8, ... the 16 bytes at 64c + 16t. The order of the products
 // over DIM is free as long as both operands share it: 16 bytes of a key and of a head are two k-steps of an mma.
 struct Keys {
+    static constexpr int GROUPS = WARP_KEYS / 8;
     uint4 part[GROUPS][DIM / 32];
     u32 missing;
 
@@ -313,12 +300,12 @@ struct Keys {
             if (t == j) mine = total[j];
         }
         const int p = first + (threadIdx.x >> 5) * WARP_KEYS + t * 8 + g;
-        if (p < length && t < GROUPS) out[p] = mine;
+        if (p < length) out[p] = mine;
     }
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, FLOAT32 ? 1 : CTAS)
+extern "C" __global__ void __launch_bounds__(THREADS, FLOAT32 ? 1 : 2)
 indexer_scores(const char* q, const float* weights, const char* pages, i64 block_bytes, i64 row_bytes, const int* table,
                i64 table_stride, const seat_t* seats, const length_t* lengths, i64 n, i64 top_k, float scale, i64 max_len,
                float* out, i64 out_stride, int* status) {
@@ -330,8 +317,8 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
     if (threadIdx.x < 2 * PADDED_HEADS) s.weights[threadIdx.x / PADDED_HEADS][threadIdx.x % PADDED_HEADS] = 0;
     list_segments(s, seats, lengths, (int)n, top_k, max_len);
 
-    const i64 total = s.ends[MAX_ROWS - 1];
-    const int low = (int)(total * blockIdx.x / gridDim.x), high = (int)(total * (blockIdx.x + 1) / gridDim.x);
+    const int total = s.ends[MAX_ROWS - 1], share = total / (int)gridDim.x, more = total % (int)gridDim.x, cta = blockIdx.x;
+    const int low = cta * share + min(cta, more), high = low + share + (cta < more);
     if (low >= high) return;
     int row = 0;  // the first row whose costs end beyond `low`: it starts the segment that `low` falls into
     for (int step = MAX_ROWS / 2; step; step /= 2)
@@ -346,15 +333,9 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
             rows = s.rows[row], tiles = tiles_of(s.longest[row]), begin = s.ends[row] - tiles * (rows + LOAD_COST), tile = 0;
         }
         if (begin + tile * (rows + LOAD_COST) >= high) return;
-        const int seat = s.seat[row], first = tile * TILE, longest = s.longest[row];
-        const int* blocks = table + seat * table_stride;
-        // a later tile of the same segment goes from memory to L2 meanwhile, in whole pages
-        const int later = first + AHEAD * TILE + threadIdx.x * BLOCK_SIZE;
-        const bool prefetches = AHEAD && threadIdx.x < TILE_PAGES && later < longest &&
-            begin + (tile + AHEAD) * (rows + LOAD_COST) < high;
-        const int later_block = prefetches ? blocks[later / BLOCK_SIZE] : 0;
+        const int seat = s.seat[row], first = tile * TILE;
         Keys keys;
-        keys.load(pages, block_bytes, row_bytes, blocks, first, longest, seat, row, status);
+        keys.load(pages, block_bytes, row_bytes, table + seat * table_stride, first, s.longest[row], seat, row, status);
         for (int r = row; r < row + rows; r++) {
             if (r != last) {
                 now ^= 1;
@@ -375,9 +356,6 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
             if (first < s.length[r])
                 keys.score(queries + now * Q_BUFFER, s.weights[now], scale, out + r * out_stride, first, s.length[r]);
         }
-        if (later_block > 0)
-            prefetch(pages + later_block * block_bytes + later % BLOCK_SIZE * row_bytes,
-                     min(BLOCK_SIZE, longest - later) * row_bytes & ~15);
         tile++;
     }
 }

@@ -152,10 +152,10 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
     __shared__ Shared s;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, k = (int)top_k;
-    const i64 given = seats[row] < 0 ? 0 : lengths[row];
+    const i64 seat = seats[row], bound = lengths[row], given = seat < 0 ? 0 : bound;
     const int length = (int)(given < 0 ? 0 : given > max_len ? max_len : given);
     if (given > max_len && rank == 0 && tid == 0 && status && atomicOr(&status[0], NO_INDEXER_PAGE) == 0) {
-        status[1] = (int)seats[row];
+        status[1] = (int)seat;
         status[2] = (int)given - 1;
         status[3] = row;
     }

@@ -11,10 +11,10 @@ from hisparse.errors import InvariantError
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
 
 THREADS = 1024
-_CLUSTER_SHARES = {2: 1.0, 4: 0.75, 8: 0.5}
-"""Share of the processors that clusters of a size can count on."""
-_LEAST_SHARE = 2048
-"""Positions of a CTA below which splitting a row further costs more than it saves."""
+_HELD_SHARE = 16 * THREADS
+"""Positions that a CTA holds in registers; a longer share is read four times."""
+_CLUSTER_SHARES = {2: 1.0, 4: 0.75, 8: 0.75}
+"""Share of the processors that clusters of a size can count on: a cluster lies within one group of processors."""
 
 
 def instance(*, cluster: int, threads: int = THREADS, long_seats: bool, long_lengths: bool) -> Instance:
@@ -62,13 +62,10 @@ def select_topk(scores: Tensor, seats: Tensor, lengths: Tensor, top_k: int, *, m
 
 
 def _cluster(num: int, max_len: int, device: torch.device) -> int:
-    """CTAs per row: as many as fit at once, as long as each has enough to do.
-
-    A cluster lies within one group of processors, so of larger clusters fewer fit than the number of processors says.
-    """
+    """CTAs per row: the fewest that hold a row in registers, else the most that run at once."""
     cluster = 1
     for larger, share in _CLUSTER_SHARES.items():
-        if larger * num <= share * num_processors(device) and max_len >= larger * _LEAST_SHARE:
+        if max_len > cluster * _HELD_SHARE and larger * num <= share * num_processors(device):
             cluster = larger
     return cluster
 
