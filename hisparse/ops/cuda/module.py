@@ -127,7 +127,7 @@ def compile_cubin(instance: Instance, architecture: str) -> bytes:
     except ImportError as error:
         raise ConfigError(f"compiling kernels needs CuPy: pip install hisparse[cuda] ({error})") from error
     path = kernel_sources() / instance.source
-    options = (*instance.options(), f"-I{path.parent}", f"-arch={architecture}")
+    options = (*instance.options(), f"-I{path.parent}", f"-arch={architecture}", "-ftz=true")  # as CuPy adds when it compiles
     program = nvrtc.createProgram(path.read_text(), instance.source, (), ())
     try:
         nvrtc.compileProgram(program, options)
