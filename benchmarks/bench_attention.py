@@ -32,7 +32,7 @@ NUM_ROWS = 400_000
 ROTATED_BYTES = 64 << 20
 BAR_OVER_CEILING, BAR_FROM_BATCH = 1.8, 16
 EARLIER_TRITON_US = {1: 12.0, 16: 38.0, 64: 104.0}
-"""A published split-K Triton kernel, bfloat16 rows, 64 heads (H200, 2026-11-30); not to be slower."""
+"""An earlier split-K Triton kernel, bfloat16 rows, 64 heads (H200, 2026-11-30); not to be slower."""
 FLASH_MLA_US = {"fp8": {1: 20.0, 16: 32.0, 64: 78.0}, "bf16": {1: 61.0, 16: 64.0, 64: 71.0}}
 """FlashMLA, 64 heads (H200, 2026-11-30): measured before, not in this run."""
 

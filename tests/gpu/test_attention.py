@@ -75,6 +75,20 @@ def test_dtypes_host_rows_and_a_row_delta(row_dtype, q_dtype, id_dtype, host):
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [4, 16, 64])
+def test_the_general_kernel_where_the_other_is_chosen(heads, row_dtype):
+    from hisparse.ops.cuda import attention
+
+    for host in (False, True):
+        inputs = make(replace(REAL, n=5, heads=heads, k=700, row_dtype=row_dtype, host=host), "cuda")
+        for splits in (1, 4):
+            per_split = 704 if splits == 1 else 192
+            launch = attention.Launch(hopper=False, splits=splits, per_split=per_split, block_h=16, block_n=32, warps=4)
+            out, _ = inputs.call(attention, launch=launch)
+            assert error(out, exact(inputs)) < bound(inputs.case)
+
+
+@pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("masked", [0.0, 0.97, 1.0])
 def test_masks(masked, row_dtype):
     check(replace(REAL, n=7, masked=masked, row_dtype=row_dtype))

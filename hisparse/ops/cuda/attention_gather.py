@@ -6,8 +6,8 @@ float16 at their own greatest scale; mark = that scale, or 0 where masked.
 Ordering: a slot is filled after `empty` of its last use. `full` counts one arrival of each thread, when its cp.async copies
 have landed, and one of the warps together, after their other writes and (fp8) a fence for wgmma, which reads shared memory
 through the asynchronous proxy. Consumers fence for the cp.async copies.
-Look-ahead: entries two tiles, e4m3 bytes one tile (in registers: three quarters of a tile are always in flight).
-Masked entries load nothing and leave zeros. Row ids fit int32: 2^31 rows would be more than a terabyte.
+Look-ahead: entries one tile (bfloat16) or two (fp8), e4m3 bytes one (in registers: three quarters of a tile are always in
+flight). Masked entries load nothing and leave zeros. Row ids of fp8 rows fit int32: 2^31 rows would be over a terabyte.
 """
 
 # Kernels are Triton's language in Python's syntax: types are checked by its compiler.
@@ -30,6 +30,63 @@ LEAST_SCALE = gl.constexpr(2.0**-100)
 
 
 @gluon.jit
+def _entries(ids, host_ids, at, end, HAS_HOST: gl.constexpr):
+    """(row id, host row id) of the entries `at`, -1 = none or behind the end."""
+    inside = at < end
+    row = gl.load(ids + at, mask=inside, other=-1).to(gl.int64)
+    host_row = row
+    if HAS_HOST:
+        host_row = gl.load(host_ids + at, mask=inside, other=-1).to(gl.int64)
+    return row, host_row
+
+
+@gluon.jit
+def _starts(rows, host, row, host_row, row_delta, ROW: gl.constexpr, HAS_HOST: gl.constexpr):
+    """Pointers to the rows, and which entries name one."""
+    named = row >= 0
+    start = rows + gl.where(named, row + row_delta, 0) * ROW
+    if HAS_HOST:
+        on_host = host_row >= 0
+        start = gl.where(on_host, host + gl.where(on_host, host_row, 0) * ROW, start)
+        named = named | on_host
+    return start, named
+
+
+@gluon.jit
+def produce_bf16(rows, host, ids, host_ids, first, end, num_tiles, row_delta, k_lat, k_rope, marks, full, empty,
+                 HAS_HOST: gl.constexpr):
+    """Gathers bfloat16 rows by cp.async. Addresses are ready before the slot is free: its refill is what tiles wait for."""
+    lat_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lat = gl.arange(0, LATENT, layout=gl.SliceLayout(0, lat_layout))
+    rope = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
+    lat_lane = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, lat_layout))
+    rope_lane = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, rope_layout))
+    flat_lane = gl.arange(0, BLOCK_N, layout=flat)
+    l_row, l_host = _entries(ids, host_ids, first + lat_lane, end, HAS_HOST)
+    r_row, r_host = _entries(ids, host_ids, first + rope_lane, end, HAS_HOST)
+    f_row, f_host = _entries(ids, host_ids, first + flat_lane, end, HAS_HOST)
+    for turn in range(0, num_tiles):
+        slot = turn % SLOTS
+        l_start, l_named = _starts(rows, host, l_row, l_host, row_delta, LATENT + ROPE, HAS_HOST)
+        r_start, r_named = _starts(rows, host, r_row, r_host, row_delta, LATENT + ROPE, HAS_HOST)
+        f_named = f_row >= 0
+        if HAS_HOST:
+            f_named = f_named | (f_host >= 0)
+        l_row, l_host = _entries(ids, host_ids, first + (turn + 1) * BLOCK_N + lat_lane, end, HAS_HOST)
+        r_row, r_host = _entries(ids, host_ids, first + (turn + 1) * BLOCK_N + rope_lane, end, HAS_HOST)
+        f_row, f_host = _entries(ids, host_ids, first + (turn + 1) * BLOCK_N + flat_lane, end, HAS_HOST)
+        mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(k_lat.index(slot), l_start[:, None] + lat[None, :], mask=l_named[:, None])
+        async_copy.async_copy_global_to_shared(
+            k_rope.index(slot), r_start[:, None] + LATENT + rope[None, :], mask=r_named[:, None])
+        marks.index(slot).store(gl.where(f_named, 0.0, float("-inf")))
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
 def _load_entries(ids, host_ids, at, end, row_delta, HAS_HOST: gl.constexpr):
     """int32 (device row, host row) of the entries `at`, -1 = none or behind the end."""
     inside = at < end
@@ -42,51 +99,13 @@ def _load_entries(ids, host_ids, at, end, row_delta, HAS_HOST: gl.constexpr):
 
 
 @gluon.jit
-def _starts(rows, host, entries, host_entries, layout: gl.constexpr, WIDTH: gl.constexpr, HAS_HOST: gl.constexpr):
-    """Pointers to the rows that shared memory names, and which entries name one."""
-    row = entries.load(layout)
-    named = row >= 0
-    start = rows + gl.where(named, row, 0).to(gl.int64) * WIDTH
+def _named_starts(rows, host, entries, host_entries, layout: gl.constexpr, WIDTH: gl.constexpr, HAS_HOST: gl.constexpr):
+    """`_starts` of the entries in shared memory."""
+    row = entries.load(layout).to(gl.int64)
+    host_row = row
     if HAS_HOST:
-        host_row = host_entries.load(layout)
-        on_host = host_row >= 0
-        start = gl.where(on_host, host + gl.where(on_host, host_row, 0).to(gl.int64) * WIDTH, start)
-        named = named | on_host
-    return start, named
-
-
-@gluon.jit
-def produce_bf16(rows, host, ids, host_ids, first, end, num_tiles, row_delta,
-                  k_lat, k_rope, marks, entries, host_entries, full, empty, HAS_HOST: gl.constexpr):
-    """Gathers bfloat16 rows by cp.async. Entries are read two tiles ahead."""
-    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lat_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    lat = gl.arange(0, LATENT, layout=gl.SliceLayout(0, lat_layout))
-    rope = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
-    lane = gl.arange(0, BLOCK_N, layout=by_row)
-    row, host_row = _load_entries(ids, host_ids, first + lane, end, row_delta, HAS_HOST)
-    next_row, next_host_row = _load_entries(ids, host_ids, first + BLOCK_N + lane, end, row_delta, HAS_HOST)
-    for turn in range(0, num_tiles):
-        slot = turn % SLOTS
-        named = row >= 0
-        entries.index(slot).store(row)
-        if HAS_HOST:
-            named = named | (host_row >= 0)
-            host_entries.index(slot).store(host_row)
-        row, host_row = next_row, next_host_row
-        next_row, next_host_row = _load_entries(ids, host_ids, first + (turn + 2) * BLOCK_N + lane, end, row_delta, HAS_HOST)
-        mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
-        start, is_named = _starts(rows, host, entries.index(slot), host_entries.index(slot), gl.SliceLayout(1, lat_layout),
-                                  LATENT + ROPE, HAS_HOST)
-        async_copy.async_copy_global_to_shared(k_lat.index(slot), start[:, None] + lat[None, :], mask=is_named[:, None])
-        start, is_named = _starts(rows, host, entries.index(slot), host_entries.index(slot), gl.SliceLayout(1, rope_layout),
-                                  LATENT + ROPE, HAS_HOST)
-        async_copy.async_copy_global_to_shared(
-            k_rope.index(slot), start[:, None] + LATENT + rope[None, :], mask=is_named[:, None])
-        marks.index(slot).store(gl.where(named, 0.0, float("-inf")))
-        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-        mbarrier.arrive(full.index(slot), count=1)
+        host_row = host_entries.load(layout).to(gl.int64)
+    return _starts(rows, host, row, host_row, 0, WIDTH, HAS_HOST)
 
 
 @gluon.jit
@@ -94,7 +113,7 @@ def _load_chunk(words, host, entries, host_entries, HAS_HOST: gl.constexpr, layo
     """Starts the loads of CHUNK rows' e4m3 values, four to a word: [CHUNK, TILES, 32]."""
     tile = gl.arange(0, TILES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = gl.arange(0, LATENT // TILES // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    start, named = _starts(words, host, entries, host_entries, gl.SliceLayout(1, gl.SliceLayout(2, layout)), FP8_ROW // 4,
+    start, named = _named_starts(words, host, entries, host_entries, gl.SliceLayout(1, gl.SliceLayout(2, layout)), FP8_ROW // 4,
                            HAS_HOST)
     column = (tile * (LATENT // TILES // 4))[None, :, None] + word[None, None, :]
     return gl.load(start[:, None, None] + column, mask=named[:, None, None], other=0)
@@ -127,12 +146,7 @@ def _put_chunk(raw, ratios, k_words):
 def _load_scales(words, host, row, host_row, layout: gl.constexpr, HAS_HOST: gl.constexpr):
     """Bits of the scales of the entries, [BLOCK_N, TILES]; 0 where none."""
     tile = gl.arange(0, TILES, layout=gl.SliceLayout(0, layout))
-    named = row >= 0
-    start = words + gl.where(named, row, 0).to(gl.int64) * (FP8_ROW // 4)
-    if HAS_HOST:
-        on_host = host_row >= 0
-        start = gl.where(on_host, host + gl.where(on_host, host_row, 0).to(gl.int64) * (FP8_ROW // 4), start)
-        named = named | on_host
+    start, named = _starts(words, host, row.to(gl.int64), host_row.to(gl.int64), 0, FP8_ROW // 4, HAS_HOST)
     return gl.load(start[:, None] + (LATENT // 4 + tile)[None, :], mask=named[:, None], other=0)
 
 
@@ -175,7 +189,7 @@ def produce_fp8(words, ropes, host, host_ropes, ids, host_ids, first, end, num_t
         next_row, next_host_row = _load_entries(ids, host_ids, first + (turn + 2) * BLOCK_N + lane, end, row_delta, HAS_HOST)
         ratios.store(ratio)
         mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
-        start, is_named = _starts(ropes, host_ropes, entries.index(slot), host_entries.index(slot),
+        start, is_named = _named_starts(ropes, host_ropes, entries.index(slot), host_entries.index(slot),
                                   gl.SliceLayout(1, rope_layout), FP8_ROW // 2, HAS_HOST)
         async_copy.async_copy_global_to_shared(
             k_rope.index(slot), start[:, None] + (LATENT // 2 + 2 * TILES) + rope[None, :], mask=is_named[:, None])

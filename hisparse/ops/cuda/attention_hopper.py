@@ -1,4 +1,4 @@
-"""Sparse MLA for Hopper at the real widths (latent 512, rope 64, 33 heads and more): one warp-specialised Gluon kernel.
+"""Sparse MLA for Hopper at the real widths (latent 512, rope 64): one warp-specialised Gluon kernel.
 
 Geometry: one CTA per (query row, split, block of 64 heads), heads fastest, one CTA per SM. 8 consumer warps (two warpgroups)
 hold the [64, 512] float32 sum, each warpgroup half of the latents, and compute scores and values with wgmma. 4 producer
@@ -40,7 +40,7 @@ LOWEST = gl.constexpr(-1.0e30)
 
 @gluon.jit
 def _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, turn, zero, IS_FP8: gl.constexpr):
-    """Waits for a tile and queues its scores: (rope part, latent part), or for bfloat16 their sum twice."""
+    """Waits for a tile and queues its scores: (rope part, latent part), or for bfloat16 the sum as the second."""
     slot = turn % SLOTS
     mbarrier.wait(full.index(slot), (turn // SLOTS) & 1)
     fence_async_shared()
@@ -49,17 +49,16 @@ def _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, turn, zero, IS_F
     if IS_FP8:
         return rope, warpgroup_mma(q_lat_smem, keys, zero, use_acc=False, is_async=True)
     else:
-        both = warpgroup_mma(q_lat_smem, keys, rope, is_async=True)
-        return both, both
+        return rope, warpgroup_mma(q_lat_smem, keys, rope, is_async=True)
 
 
 @gluon.jit
-def _finish_scores(pending, pending_lat, IS_FP8: gl.constexpr):
-    if IS_FP8:
-        return warpgroup_mma_wait(0, deps=(pending, pending_lat))
-    else:
-        score = warpgroup_mma_wait(0, deps=(pending_lat,))
-        return score, score
+def _start_values(prob, shrink, acc, prob_smem, values, o_layout: gl.constexpr):
+    """Queues acc * shrink + prob @ values."""
+    prob_smem.store(prob.to(prob_smem.dtype))
+    fence_async_shared()
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    return warpgroup_mma(prob_smem, values, acc, is_async=True)
 
 
 @gluon.jit
@@ -113,30 +112,35 @@ def _consume(q, out, part_lse, h0, split, n, splits, scale2, heads, q_stride_n, 
     acc = gl.full([BLOCK_H, LATENT], 0.0, gl.float32, layout=o_layout)
     zero = gl.full([BLOCK_H, BLOCK_N], 0.0, gl.float32, layout=s_layout)
     mark_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    pending, pending_lat = _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, 0, zero, IS_FP8)
-    score_rope, score_lat = _finish_scores(pending, pending_lat, IS_FP8)
-    last = num_tiles - 1
-    for turn in range(0, last):
-        slot = turn % SLOTS
+    if IS_FP8:
+        # the next tile's scores queue up behind this tile's values: its rows are ready early, in the producers' registers
+        pending, pending_lat = _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, 0, zero, IS_FP8)
+        rope_score, score = warpgroup_mma_wait(0, deps=(pending, pending_lat))
+        for turn in range(0, num_tiles - 1):
+            slot = turn % SLOTS
+            prob, shrink, top, total = _softmax(
+                rope_score, score, marks.index(slot).load(mark_layout), scale2, q_scale, top, total, IS_FP8)
+            pending_values = _start_values(prob, shrink, acc, prob_smem, k_lat.index(slot), o_layout)
+            pending, pending_lat = _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, turn + 1, zero, IS_FP8)
+            acc = warpgroup_mma_wait(2, deps=(pending_values,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            rope_score, score = warpgroup_mma_wait(0, deps=(pending, pending_lat))
+        slot = (num_tiles - 1) % SLOTS
         prob, shrink, top, total = _softmax(
-            score_rope, score_lat, marks.index(slot).load(mark_layout), scale2, q_scale, top, total, IS_FP8)
-        prob_smem.store(prob.to(element))
-        fence_async_shared()
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        # the next tile's scores queue up behind this tile's values; its slot is free when those are done
-        pending_values = warpgroup_mma(prob_smem, k_lat.index(slot), acc, is_async=True)
-        pending, pending_lat = _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, turn + 1, zero, IS_FP8)
-        acc = warpgroup_mma_wait(2, deps=(pending_values,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        score_rope, score_lat = _finish_scores(pending, pending_lat, IS_FP8)
-    slot = last % SLOTS
-    prob, shrink, top, total = _softmax(
-        score_rope, score_lat, marks.index(slot).load(mark_layout), scale2, q_scale, top, total, IS_FP8)
-    prob_smem.store(prob.to(element))
-    fence_async_shared()
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-    pending_values = warpgroup_mma(prob_smem, k_lat.index(slot), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(pending_values,))
+            rope_score, score, marks.index(slot).load(mark_layout), scale2, q_scale, top, total, IS_FP8)
+        pending_values = _start_values(prob, shrink, acc, prob_smem, k_lat.index(slot), o_layout)
+        acc = warpgroup_mma_wait(0, deps=(pending_values,))
+    else:
+        # in order: a slot is free as early as it can be, for its refill from memory is what a tile waits for
+        for turn in range(0, num_tiles):
+            slot = turn % SLOTS
+            pending, pending_both = _start_scores(q_lat_smem, q_rope_smem, k_lat, k_rope, full, turn, zero, IS_FP8)
+            mark = marks.index(slot).load(mark_layout)
+            score = warpgroup_mma_wait(0, deps=(pending_both,))
+            prob, shrink, top, total = _softmax(score, score, mark, scale2, q_scale, top, total, IS_FP8)
+            pending_values = _start_values(prob, shrink, acc, prob_smem, k_lat.index(slot), o_layout)
+            acc = warpgroup_mma_wait(0, deps=(pending_values,))
+            mbarrier.arrive(empty.index(slot), count=1)
     sums = gl.sum(total, 1)
     some = sums > 0
     divisor = gl.where(some, sums, 1.0)
@@ -214,5 +218,5 @@ def attend_rows(
                         out_stride_n, out_stride_h, num_tiles, q_lat_smem, q_rope_smem, k_lat, k_rope, marks,
                         prob_smem, full, empty, IS_SPLIT, IS_FP8)),
             (produce_bf16, (rows, host, row_ids, host_row_ids, first, end, num_tiles, row_delta, k_lat, k_rope, marks,
-                             entries, host_entries, full, empty, HAS_HOST)),
+                            full, empty, HAS_HOST)),
         ], [4], [PRODUCER_REGISTERS])
