@@ -206,8 +206,7 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
     table.clear();
     __syncthreads();
     if (!table.build(slot_tag, size, cta)) report(status, TABLE_FULL, seat, -1, HASH_CAPACITY);
-    cluster_arrive();
-    cluster_wait();
+    cluster_sync();
 #else
     Table table{pos_slot};
 #endif

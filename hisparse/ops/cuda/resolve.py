@@ -64,6 +64,7 @@ class Geometry:
             groups *= 2
         capacity = 0
         if hashed:  # at most half full: the slots, and everything that a launch may miss
+            cluster = max(cluster, 2)
             while cluster < 8 and (slots + query_rows * bucket) // cluster > 6144:
                 cluster *= 2
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
