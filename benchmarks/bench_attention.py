@@ -195,17 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_attention needs a CUDA device", file=sys.stderr)
         return 2
-    header = report.facts("bench_attention", report.Yardsticks.measure(1)) | {"gpu": torch.cuda.get_device_name()}
+    header = report.facts("bench_attention")
     rows = measure(args.batch, args.heads, args.rows)
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{report.table(rows)}\n\n{report.details(rows)}")
-    if args.json:
-        report.write(args.json, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if args.check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return report.finish(header, rows, path=args.json, check=args.check)
 
 
 if __name__ == "__main__":

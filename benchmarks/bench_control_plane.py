@@ -90,15 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             profile(shape, quick=args.quick)
         return 0
     header, rows = measure(shapes, args.only or list(CASES), quick=args.quick)
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{report.table(rows)}\n\n{report.details(rows)}")
-    if args.json:
-        report.write(args.json, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if args.check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return report.finish(header, rows, path=args.json, check=args.check)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.data_plane import append, pages
-from benchmarks.data_plane.gpu import facts
 
 CASES: dict[str, Callable[[bool], list[report.Row]]] = {"append": append.measure, "pages": pages.measure}
 
@@ -29,20 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
     args = parser.parse_args(argv)
-    header, rows = facts("bench_copy"), []
+    header, rows = report.facts("bench_copy"), []
     for name in args.only or list(CASES):
         start = time.perf_counter()
         rows += CASES[name](args.quick)
         print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{report.table(rows)}\n\n{report.details(rows)}")
-    if args.json:
-        report.write(args.json, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if args.check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return report.finish(header, rows, path=args.json, check=args.check)
 
 
 if __name__ == "__main__":

@@ -165,15 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
     args = parser.parse_args(argv)
     header, rows = measure(quick=args.quick)
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{report.table(rows)}\n\n{report.details(rows)}")
-    if args.json:
-        report.write(args.json, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if args.check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return report.finish(header, rows, path=args.json, check=args.check)
 
 
 if __name__ == "__main__":

@@ -89,15 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     orders = [Order(name) for name in args.order] if args.order else list(Order)
     header = report.facts("bench_policy", report.Yardsticks.measure(repeats=1))
     rows = list(measure(orders, run, bars=not args.quick))
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{report.table(rows)}\n\n{report.details(rows)}")
-    if args.json:
-        report.write(args.json, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if args.check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return report.finish(header, rows, path=args.json, check=args.check)
 
 
 if __name__ == "__main__":

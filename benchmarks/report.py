@@ -166,6 +166,20 @@ def write(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     path.with_suffix(".md").write_text(f"# {header['bench']}\n\n{head}\n\n{table(rows)}\n\n{details(rows)}\n")
 
 
+def finish(header: dict[str, Any], rows: Sequence[Row], *, path: Path | None, check: bool) -> int:
+    """Prints facts, table and details, writes them to `path` if there is one, and gives the exit code: 1 when `check` is asked
+    for and a bar is missed."""
+    print("\n".join(f"{name}: {value}" for name, value in header.items()))
+    print(f"\n{table(rows)}\n\n{details(rows)}")
+    if path:
+        write(path, header, rows)
+    missed = [row.case for row in rows if row.ok is False]
+    if check and missed:
+        print(f"missed: {', '.join(missed)}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -8,21 +8,13 @@
 //
 // Defines: DIM, BLOCK_SIZE, FROM_FLOAT32 (0: bfloat16), TO (0 bfloat16, 1 float32, 2 fp8), LONG_SEATS, LONG_POSITIONS (1: int64).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-#if LONG_SEATS
-typedef i64 seat_t;
-#else
-typedef int seat_t;
-#endif
+#include "indexer.cuh"
+
 #if LONG_POSITIONS
 typedef i64 position_t;
 #else
 typedef int position_t;
 #endif
-
-constexpr int NO_INDEXER_PAGE = 16;
 
 __device__ __forceinline__ float load(const float* p) { return *p; }
 __device__ __forceinline__ float load(const u16* p) { return __uint_as_float((u32)*p << 16); }

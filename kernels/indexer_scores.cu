@@ -18,23 +18,11 @@
 // Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), LONG_SEATS, LONG_LENGTHS
 //   (1: int64).
 
-typedef unsigned int u32;
-typedef long long i64;
-#if LONG_SEATS
-typedef i64 seat_t;
-#else
-typedef int seat_t;
-#endif
-#if LONG_LENGTHS
-typedef i64 length_t;
-#else
-typedef int length_t;
-#endif
+#include "indexer.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, TILE = 256, RUN = 16, MAX_ROWS = 1024;
 constexpr int WARP_KEYS = TILE / WARPS;
 constexpr int LOAD_COST = 3;  // loading a tile's keys costs about as much as scoring this many rows
-constexpr int NO_INDEXER_PAGE = 16;
 constexpr bool FLOAT32 = KEYS == 1, FP8 = KEYS == 2;
 constexpr int PADDED_HEADS = (HEADS + 7) / 8 * 8;
 constexpr int ITEM = FLOAT32 ? 4 : 2;

@@ -14,21 +14,9 @@
 //
 // Defines: CLUSTER, THREADS, LONG_SEATS, LONG_LENGTHS (1: int64).
 
-typedef unsigned int u32;
-typedef long long i64;
-#if LONG_SEATS
-typedef i64 seat_t;
-#else
-typedef int seat_t;
-#endif
-#if LONG_LENGTHS
-typedef i64 length_t;
-#else
-typedef int length_t;
-#endif
+#include "indexer.cuh"
 
 constexpr int WARPS = THREADS / 32, HELD = 16, UNROLL = 4;
-constexpr int NO_INDEXER_PAGE = 16;
 constexpr int HIGH_BINS = 2048, LOW_BINS = 1024;
 static_assert(WARPS <= 32, "a warp scans one number per warp");
 

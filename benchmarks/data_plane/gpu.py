@@ -1,4 +1,4 @@
-"""Timing on the device, and where it was done."""
+"""Timing on the device and on the calling thread."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from benchmarks import report
 
 PAUSE_CYCLES = 4_000_000
 """About 2 ms."""
@@ -72,12 +69,3 @@ def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
-
-
-def facts(bench: str) -> dict[str, Any]:
-    """Those of `report.facts`, with the GPU in the place of the CPU."""
-    found = report.facts(bench, report.Yardsticks.measure(repeats=1))
-    properties = torch.cuda.get_device_properties(0)
-    found["hardware"] = f"{properties.name}, {properties.multi_processor_count} SMs; host {found['hardware']}"
-    found["torch"] = torch.__version__
-    return found
