@@ -9,8 +9,10 @@ import pytest
 
 from hisparse.config import (
     CacheConfig,
+    HiSparseConfig,
     ModelConfig,
     host_blocks,
+    kv_layout,
     load_config,
     model_path,
     model_shape,
@@ -93,3 +95,15 @@ def test_checkpoints_that_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GLM52, "max_position_embeddings": 4096}))
     with pytest.raises(ConfigError, match="max_position_embeddings = 4096"):
         model_shape(ModelConfig(path=str(tmp_path), max_model_len=4097))
+
+
+def test_fp8_indexer_keys_on_cuda_need_what_the_kernel_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM52))
+
+    def layout(dtype: str, device: str) -> object:
+        model = {"path": str(tmp_path), "dtype": dtype, "device": device}
+        return kv_layout(HiSparseConfig.model_validate({"model": model, "cache": {"indexer_dtype": "fp8"}})).indexer_dtype
+
+    assert layout("float32", "cpu") == layout("bfloat16", "cuda") == "uint8"
+    with pytest.raises(ConfigError, match="takes bfloat16 models with an index_head_dim of 128, not float32 with 128"):
+        layout("float32", "cuda")

@@ -47,6 +47,17 @@ def test_fp8_ds_mla_rows() -> None:
         RowFormat(dtype="uint8", latent_dim=128, rope_dim=12)
 
 
+def test_fp8_indexer_keys_have_their_scale_behind_them() -> None:
+    layout = KVCacheLayout.build(shape(index=128), dtype="bfloat16", indexer_dtype="uint8")
+    assert (layout.indexer_row_bytes, layout.indexer_row_elems) == (132, 132)
+    assert layout.indexer_page_bytes == len(layout.indexer.layers) * layout.block_size * 132 <= layout.block_bytes
+    plain = KVCacheLayout.build(shape(index=128), dtype="bfloat16")
+    assert (plain.indexer_row_bytes, plain.indexer_row_elems) == (256, 128)
+    assert layout.fingerprint() != plain.fingerprint()
+    with pytest.raises(ConfigError, match="multiple of 4, got 6; set cache.indexer_dtype to auto"):
+        KVCacheLayout.build(shape(index=6), indexer_dtype="uint8")
+
+
 @pytest.mark.parametrize("config", [GLM52, V32])
 def test_fp8_ds_mla_blocks_hold_whole_rows(config: dict[str, object]) -> None:
     layout = KVCacheLayout.build(ModelShape.from_hf_config(config), dtype="bfloat16", row_format="fp8_ds_mla")

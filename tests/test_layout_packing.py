@@ -149,7 +149,7 @@ def layouts(draw: st.DrawFn) -> KVCacheLayout:
     model = shape(len(kinds), kinds, latent=draw(st.sampled_from([16, 64, 512])), rope=draw(st.sampled_from([8, 64])),
                   index=draw(st.sampled_from([4, 32, 128])))
     return KVCacheLayout.build(model, block_size=block_size, dtype=dtype, num_groups=num_groups,
-                               indexer_dtype=draw(st.sampled_from([None, "float32", "bfloat16"])))
+                               indexer_dtype=draw(st.sampled_from([None, "float32", "bfloat16", "uint8"])))
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentGroup, SourceGroup
 from hisparse.layout.packing import best_packing
-from hisparse.layout.row_format import FP8_DS_MLA, ITEM_BYTES, ROW_ALIGN_BYTES, RowFormat
+from hisparse.layout.row_format import (
+    FP8_DS_MLA,
+    INDEXER_SCALE_BYTES,
+    ITEM_BYTES,
+    ROW_ALIGN_BYTES,
+    STORAGE_BYTES,
+    RowFormat,
+)
 from hisparse.layout.shape import ModelShape
 from hisparse.layout.waste import WARN_FRACTION, GroupWaste, WasteReport
 
@@ -56,7 +63,7 @@ class KVCacheLayout:
         Args:
             block_size: tokens per page, a power of two in 4..64 (a page's row mask is a uint64).
             dtype: of the latent rows. row_format: "auto" = rows hold `dtype` as it is; "fp8_ds_mla" = see RowFormat.
-            indexer_dtype: of the indexer keys, default `dtype`.
+            indexer_dtype: of the indexer keys, default `dtype`; "uint8" = fp8: e4m3 codes, then their float32 scale.
             num_groups: resident groups; None chooses the number with the fewest bytes per page.
         Raises:
             ConfigError: block size, row size or number of groups is impossible.
@@ -68,12 +75,15 @@ class KVCacheLayout:
         row = RowFormat(dtype="uint8" if row_format == FP8_DS_MLA else dtype, latent_dim=shape.kv_lora_rank,
                         rope_dim=shape.rope_dim)
         indexer_dtype = indexer_dtype or dtype
-        if indexer_dtype not in ITEM_BYTES:
-            raise ConfigError(f"indexer dtype must be one of {sorted(ITEM_BYTES)}, got {indexer_dtype!r}")
+        if indexer_dtype not in STORAGE_BYTES:
+            raise ConfigError(f"indexer dtype must be one of {sorted(ITEM_BYTES)} or 'uint8' (fp8), got {indexer_dtype!r}")
+        if indexer_dtype == "uint8" and shape.index_head_dim % INDEXER_SCALE_BYTES:
+            raise ConfigError(f"fp8 indexer keys need an index_head_dim that is a multiple of {INDEXER_SCALE_BYTES}, got "
+                              f"{shape.index_head_dim}; set cache.indexer_dtype to auto")
         indexer_layers = tuple(group.leader for group in shape.index_groups)
         packing = best_packing(
             [len(group.layers) for group in shape.index_groups], layer_bytes=block_size * row.row_bytes,
-            indexer_bytes=len(indexer_layers) * block_size * shape.index_head_dim * ITEM_BYTES[indexer_dtype],
+            indexer_bytes=len(indexer_layers) * block_size * _indexer_row_bytes(shape, indexer_dtype),
             unit_bytes=math.lcm(row.row_bytes, ROW_ALIGN_BYTES), num_groups=num_groups,
         )
         bins = packing.bins
@@ -110,7 +120,12 @@ class KVCacheLayout:
 
     @property
     def indexer_row_bytes(self) -> int:
-        return self.shape.index_head_dim * ITEM_BYTES[self.indexer_dtype]
+        return _indexer_row_bytes(self.shape, self.indexer_dtype)
+
+    @property
+    def indexer_row_elems(self) -> int:
+        """Elements of a key in its storage dtype: index_head_dim, and for fp8 the bytes of its scale behind them."""
+        return self.indexer_row_bytes // STORAGE_BYTES[self.indexer_dtype]
 
     @property
     def indexer_page_bytes(self) -> int:
@@ -206,3 +221,7 @@ class KVCacheLayout:
             "groups": [list(group.layers) for group in self.residents], "block_bytes": self.block_bytes,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _indexer_row_bytes(shape: ModelShape, dtype: str) -> int:
+    return shape.index_head_dim * STORAGE_BYTES[dtype] + (INDEXER_SCALE_BYTES if dtype == "uint8" else 0)

@@ -10,6 +10,8 @@ ROW_ALIGN_BYTES = 16
 FP8_DS_MLA = "fp8_ds_mla"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORAGE_BYTES = {**ITEM_BYTES, "uint8": 1}
+INDEXER_SCALE_BYTES = 4
+"""Of the float32 scale behind the e4m3 codes of an fp8 indexer key."""
 SCALED_VALUES = 128
 """Latent values that share one scale in an fp8_ds_mla row."""
 

@@ -102,8 +102,8 @@ class DeviceCache:
         )
 
     def indexer_keys(self, i: int) -> Tensor:
-        """Keys of the i-th indexer layer: [num_blocks, block_size, index_head_dim], a strided view."""
-        size, dim = self.layout.block_size, self.layout.shape.index_head_dim
+        """Keys of the i-th indexer layer: [num_blocks, block_size, indexer_row_elems], a strided view."""
+        size, dim = self.layout.block_size, self.layout.indexer_row_elems
         row_stride = self._indexer.stride(0)
         return self._indexer.as_strided(
             (self.num_blocks, size, dim), (row_stride, dim, 1), self._indexer.storage_offset() + i * size * dim

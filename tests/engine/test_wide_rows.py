@@ -43,15 +43,18 @@ def oracle(wide_checkpoint: Path) -> Callable[[torch.dtype], ReferenceModel]:
     return models.__getitem__
 
 
-@pytest.mark.parametrize(("row_format", "factor"), [("auto", 1.5), ("fp8_ds_mla", 2.0)])
+@pytest.mark.parametrize(("row_format", "indexer_dtype", "factor"),
+                         [("auto", "auto", 1.5), ("fp8_ds_mla", "auto", 2.0), ("auto", "fp8", 2.5)])
 def test_the_error_of_a_row_format(wide_checkpoint: Path, oracle: Callable[[torch.dtype], ReferenceModel], row_format: str,
-                                   factor: float) -> None:
+                                   indexer_dtype: str, factor: float) -> None:
     """Against what the oracle loses by computing in bfloat16 at all; half of the pages are served by hot regions."""
     ours, theirs = [], []
     config = engine_config(wide_checkpoint, model={"dtype": "bfloat16"},
-                           cache={"row_format": row_format, "hot_rows": 64, "device_blocks": 900})
+                           cache={"row_format": row_format, "indexer_dtype": indexer_dtype, "hot_rows": 64,
+                                  "device_blocks": 900})
     with HandDriver(config) as driver:
         assert driver.layout.row.row_bytes == (656 if row_format == "fp8_ds_mla" else 1152)
+        assert driver.layout.indexer_row_bytes == (132 if indexer_dtype == "fp8" else 256)
         for number in range(4):
             draw = torch.Generator().manual_seed(number)
             ids = torch.randint(2, 512, (PROMPT,), generator=draw).tolist()
@@ -69,5 +72,5 @@ def test_the_error_of_a_row_format(wide_checkpoint: Path, oracle: Callable[[torc
         assert driver.stats.miss_rows > 0
     error, allowed = (torch.cat(part).abs().mean() for part in (ours, theirs))
     spread = (truth - truth.mean(-1, keepdim=True)).abs().mean()
-    print(f"{row_format}: {error:.4f}, the oracle in bfloat16 {allowed:.4f}, spread {spread:.3f}")
+    print(f"{row_format}, keys {indexer_dtype}: {error:.4f}, the oracle in bfloat16 {allowed:.4f}, spread {spread:.3f}")
     assert error < factor * allowed and error < 0.5 * spread, f"{error:.4f}, oracle {allowed:.4f}, spread {spread:.3f}"
