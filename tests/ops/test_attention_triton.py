@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention, attention_hopper, attention_kernels
+from hisparse.ops.cuda import attention, attention_kernels
 from tests.ops.mla_cases import Case, make
 
 H200 = (9, 132)
@@ -79,11 +79,25 @@ def signature(kernel, pointers: dict[str, str], constants: dict[str, object]):
         (names.index(name),): [["tt.divisibility", 16]] for name in aligned}
 
 
+ONE_TRITON = pytest.mark.skipif(not attention._HAS_GLUON, reason=f"the Hopper kernel needs Triton {attention.GLUON_TRITON}, "
+                                f"this is {triton.__version__}")
+
+
+def test_another_triton_gets_the_general_kernel(monkeypatch):
+    monkeypatch.setattr(attention, "_HAS_GLUON", False)
+    attention.plan_launch.cache_clear()
+    assert not attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200).hopper
+    attention.plan_launch.cache_clear()
+
+
+@ONE_TRITON
 @pytest.mark.parametrize(("is_fp8", "is_split", "host", "q"), [
     (False, True, False, "*bf16"), (False, False, True, "*fp32"), (True, True, False, "*bf16"), (True, False, True, "*bf16"),
 ])
 def test_the_hopper_kernel_compiles(is_fp8, is_split, host, q, tmp_path):
     """For sm_90, in one multiprocessor's shared memory, with no wgmma serialised by ptxas and hardly a register spilled."""
+    from hisparse.ops.cuda import attention_hopper
+
     rows = "*i32" if is_fp8 else "*bf16"
     pointers = {"q": q, "rows": rows, "ropes": "*bf16", "host": rows, "host_ropes": "*bf16", "ids": "*i32",
                 "host_ids": "*i32", "out": "*fp32" if is_split else q, "part_lse": "*fp32"}

@@ -1,7 +1,7 @@
 """Sparse MLA over flat row ids on the GPU: which kernel runs, in how many splits, and its launch.
 
-Two kernels with one contract: `attention_hopper` for the real widths on Hopper, `attention_kernels` for everything else
-(float32 rows, few heads, other widths, other GPUs; and the CPU under TRITON_INTERPRET=1).
+Two kernels with one contract: `attention_hopper` for the real widths on Hopper with Triton 3.6, `attention_kernels` for
+everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
 
 Workspaces: parts of split query rows come from torch's allocator at each call, never from a cache of this module. Inside
 `torch.cuda.graph` they belong to that graph's private pool, so graphs, streams and batch sizes cannot share one by mistake;
@@ -19,13 +19,16 @@ import triton
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention_hopper, attention_kernels
+from hisparse.ops.cuda import attention_kernels
 
 _SCALED_LATENTS, _SCALE_ALIGN = 128, 16
 """fp8_ds_mla: latents that share a scale; bytes to whose multiple the scales of a row are filled up."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _FEW_HEADS = 16
 """Up to this many heads the general kernel's blocks of 16 read bfloat16 rows faster than the Hopper kernel's of 64."""
+GLUON_TRITON = "3.6"
+"""Triton whose Gluon the Hopper kernel is written in: other versions change it. With them the general kernel runs."""
+_HAS_GLUON = triton.__version__.startswith(f"{GLUON_TRITON}.")
 _FIXED_TILES, _SPLIT_TILES = 1.5, 0.4
 """Start and end of a program, and each split's part of the combination, in units of one tile of 64 entries."""
 
@@ -138,6 +141,8 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
                row_ids.stride(0), ids_of_host.stride(0), target.stride(0), target.stride(1))
     grid = (triton.cdiv(heads, launch.block_h) * launch.splits * num,)
     if launch.hopper:
+        from hisparse.ops.cuda import attention_hopper  # needs the Gluon of one version of Triton
+
         is_fp8 = rows.dtype == torch.uint8
         words, ropes = (rows.view(torch.int32), rows.view(torch.bfloat16)) if is_fp8 else (rows, rows)
         host_words, host_ropes = (host.view(torch.int32), host.view(torch.bfloat16)) if is_fp8 else (host, host)
@@ -164,7 +169,7 @@ def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim
     """
     major, processors = device
     is_float32, is_fp8 = row_dtype == torch.float32, row_dtype == torch.uint8
-    if major == 9 and (latent_dim, rope) == (512, 64) and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
+    if _HAS_GLUON and major == 9 and (latent_dim, rope) == (512, 64) and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
         splits, per_split = _splits(num * triton.cdiv(heads, 64), k, 64, processors)
         return Launch(hopper=True, splits=splits, per_split=per_split, pdl=True, producer_registers=112 if is_fp8 else 96)
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64
