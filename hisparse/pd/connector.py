@@ -9,7 +9,7 @@ from hisparse.pd.scheduler import PDConnectorScheduler, PDStats
 from hisparse.pd.worker import PDConnectorWorker
 
 if TYPE_CHECKING:
-    from hisparse.worker.worker import WorkerParts
+    from hisparse.worker.assembly import WorkerParts
 
 __all__ = ["PDConnectorScheduler", "PDConnectorWorker", "PDStats", "make_pd_worker"]
 

@@ -1,5 +1,6 @@
 """One rank's data plane: device cache, host pool, tables, runtimes, cache handles, copy queue, worker. Needs no Ray."""
 
+from hisparse.worker.assembly import WorkerParts, build_worker
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.copy_queue import CopyQueue
 from hisparse.worker.device_cache import DeviceCache, PagedCacheView
@@ -12,7 +13,7 @@ from hisparse.worker.staging import Field, PinnedRing, StepInputs
 from hisparse.worker.stream_copies import StreamCopies
 from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
-from hisparse.worker.worker import HiSparseWorker, WorkerParts, build_worker
+from hisparse.worker.worker import HiSparseWorker
 
 __all__ = [
     "CopyQueue",
