@@ -168,7 +168,7 @@ def test_a_graph_follows_lengths_seats_and_pages() -> None:
     assert flags.tolist() == [0, 0, 0, 0]
 
 
-def test_rows_beyond_two_gibi_elements() -> None:
+def test_b14_keys_beyond_two_gibi_elements() -> None:
     case = Case(Shape(spread=2), [4000], [0], [4000], device="cuda")
     stride, blocks = 1 << 19, 4300  # 2.25e9 elements
     try:
