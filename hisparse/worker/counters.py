@@ -1,7 +1,7 @@
 """Counts of what served each selected row, by seat, kept on the device until the step's output is asked for.
 
 On CUDA nobody waits for them: the end of a step copies them to pinned memory, and an output has what has arrived by then,
-which is everything once the step's tokens were read.
+which is the step before when outputs are taken while the device works.
 """
 
 from __future__ import annotations
