@@ -5,410 +5,83 @@ A schedule makes random moves on a `World`, then the faults stop and the world m
 
 from __future__ import annotations
 
-import enum
-import random
-from collections import Counter
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-
-from hisparse.errors import ProtocolError
 from hisparse.pd.endpoint import RETIRED_S
-from hisparse.pd.loopback import LoopbackNetwork
-from hisparse.pd.protocol import decode_notice
-from hisparse.types import ImportTarget, Landing, RequestPages
-from tests.pd.engines import Content, Decode, Prefill
-from tests.pd.torn import Levers
+from tests.pd.world import FAULTS, LIVE, State, World
 
-MAX_ATTEMPTS = 3
-ASK_TIMEOUT_S = 8.0
-"""A decode engine waits this long for a prefill answer."""
 SETTLE_ROUNDS, ROUND_S = 300, 0.25
-
-FAULTS = {"hang": 0.15, "fail": 0.1, "refuse": 0.05, "stuck": 0.3, "drop": 0.3, "repeat": 0.3}
-"""Probabilities of Levers; each is on in half of the schedules that are not calm."""
 TICKS_S, CALM_TICKS_S = (0.02, 0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 4.0), (0.02, 0.3, 0.8)
 
 
-class State(enum.Enum):
-    """Of a request on the decode side. The last four are ends."""
-
-    ASKED = "asked"
-    OFFERED = "offered"
-    IMPORTING = "importing"
-    LOADED = "loaded"
-    DONE = "done"
-    RECOMPUTED = "recomputed"
-    ERROR = "error"
-    CLOSED = "closed"
-
-
-LIVE = (State.ASKED, State.OFFERED, State.IMPORTING, State.LOADED)
-
-
-@dataclass
-class Request:
-    """One client request. `lease_id`: of the answer it uses."""
-
-    request_id: str
-    content: Content
-    prefill: Prefill
-    state: State = State.ASKED
-    attempts: int = 0
-    prefill_id: str = ""
-    asked_at_s: float = 0.0
-    lease_id: str = ""
-    landing: Landing | None = None
-    pages: RequestPages | None = None
-    error: str = ""
+def settle(world: World) -> None:
+    """The faults stop: every request ends within a bounded number of rounds, and all pools are full again."""
+    world.faulty = False
+    for lever in (*FAULTS, "late"):
+        setattr(world.levers, lever, 0.0)
+    for _ in range(SETTLE_ROUNDS):
+        one_round(world)
+        if not world.of(*LIVE) and is_quiet(world):
+            break
+    waiting = {request.request_id: request.state.value for request in world.of(*LIVE)}
+    assert not waiting, f"requests that wait for ever: {waiting}"
+    assert world.decode.pools.full(), "decode has lost pages"
+    for engine in (*world.prefills, world.decode):
+        if not engine.alive:
+            continue
+        assert engine.pools.full(), f"{engine.name} has lost pages"
+        assert not engine.pd.has_pending_work(), f"{engine.name} is never idle"
+        for importer in engine.importers:
+            assert not importer.busy() and importer.staging.num_free == engine.config.staging_slots, "slots in quarantine"
+    world.check()
+    for request in world.requests.values():
+        assert request.state is not State.ERROR or request.error, "an error without a reason"
+    if world.calm:
+        expired = [engine.pd.stats().leases_expired for engine in world.prefills]
+        assert expired == [0, 0], f"leases ran out though every notice arrived: {expired}"
 
 
-class World:
-    """Two prefill engines, one decode engine, and everything under way between them.
+def is_quiet(world: World) -> bool:
+    """Nothing is under way."""
+    engines = [engine for engine in (*world.prefills, world.decode) if engine.alive]
+    return not any(engine.pd.has_pending_work() or not engine.pools.full() for engine in engines)
 
-    Attributes:
-        calm: no faults: then every import succeeds and no lease runs out. met: events, for tests of what schedules reach.
-    """
 
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.bytes = np.random.default_rng(seed)
-        self.calm = seed % 4 == 0
-        self.policy = rng.choice(("recompute", "fail"))
-        self.levers, self.network = Levers(), LoopbackNetwork()
-        if not self.calm:
-            for lever, most in FAULTS.items():
-                setattr(self.levers, lever, rng.choice((0.0, most)))
-        self.levers.late = rng.choice((0.0, 0.5))
-        lease = {"lease_s": 3.0, "transfer_deadline_s": 1e6 if self.calm else 2.0}
-        self.prefills = [Prefill(name, self.network, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease)
-                         for name in ("p0", "p1")]
-        self.decode = Decode("d", self.network, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease)
-        self.requests: dict[str, Request] = {}
-        self.zombies: dict[str, RequestPages] = {}
-        """Pages of closed requests, until drained."""
-        self.answers: list[tuple[str, dict[str, Any]]] = []
-        self.lease_ids: set[str] = set()
-        self.unwanted: set[str] = set()
-        """Prefill ids whose client left before the answer."""
-        self.met: Counter[str] = Counter()
-        self.asks = 0
-        self.faulty = not self.calm
-
-    # ---- requests
-    def arrive(self, prefill: Prefill | None = None) -> Request:
-        """A client asks for a new prompt, or for one that another request has asked for."""
-        prefill = prefill or self.rng.choice(self.prefills)
-        content = Content(f"c{len(self.requests)}", self.rng.randint(1, 16), self.bytes)
-        request = Request(f"d-{len(self.requests)}", content, prefill)
-        twin = self.rng.choice(list(self.requests.values())) if self.requests and self.rng.random() < 0.25 else None
-        self.requests[request.request_id] = request
-        if twin is not None and twin.state is State.ASKED and prefill is twin.prefill:
-            self.met["twins"] += 1
-            request.content, request.prefill_id, request.attempts = twin.content, twin.prefill_id, 1
-            request.asked_at_s = self.decode.clock()
-        else:
-            self.ask(request)
-        return request
-
-    def ask(self, request: Request) -> None:
-        """Asks prefill; a dead one refuses the connection."""
-        request.state, request.attempts, self.asks = State.ASKED, request.attempts + 1, self.asks + 1
-        request.asked_at_s, request.prefill_id = self.decode.clock(), f"p-{self.asks}"
-        if request.prefill.alive:
-            request.prefill.queue.append((request.prefill_id, request.content))
-        else:
-            self.fall_back(request, "prefill is down")
-
-    def fall_back(self, request: Request, why: str) -> None:
-        """The policy: some retries, then a local prefill or an error, never tokens of a failed import."""
-        assert why, f"{request.request_id} failed without a reason"
-        if request.pages is not None:
-            self.decode.free(request.pages)
-            request.pages = None
-        if request.attempts < MAX_ATTEMPTS and self.rng.random() < 0.7 and request.prefill.alive:
-            self.ask(request)
-            return
-        self.decode.pd.request_closed(request.request_id)
-        request.state, request.error = (State.RECOMPUTED if self.policy == "recompute" else State.ERROR), why
-
-    def close(self, request: Request) -> None:
-        """The client is gone, at whatever stage."""
-        self.met[f"closed while {request.state.value}"] += 1
-        shared = sum(other.prefill_id == request.prefill_id for other in self.requests.values()) > 1
-        if request.state is State.ASKED and request.prefill.alive and not shared and self.rng.random() < 0.5:
-            request.prefill.pd.release_request(request.prefill_id)
-            self.unwanted.add(request.prefill_id)
-        if request.pages is not None:
-            if request.state is State.IMPORTING:
-                self.zombies[request.request_id] = request.pages
-            else:
-                self.verify(request)
-                self.decode.free(request.pages)
-            request.pages = None
-        self.decode.pd.request_closed(request.request_id)
-        request.state = State.CLOSED
-
-    def finish(self, request: Request) -> None:
-        """A request that decoded enough: what it read until now was its own."""
-        self.verify(request)
-        assert request.pages is not None
-        self.decode.free(request.pages)
-        self.decode.pd.request_closed(request.request_id)
-        request.pages, request.state = None, State.DONE
-
-    def verify(self, request: Request) -> None:
-        assert request.pages is not None and request.landing is not None
-        self.decode.check_bytes(request.content, request.pages, request.landing)
-
-    def of(self, *states: State) -> list[Request]:
-        return [request for request in self.requests.values() if request.state in states]
-
-    # ---- messages
-    def answer(self, prefill: Prefill) -> bool:
-        """Prefill leases a written prompt; its answer is under way, perhaps twice."""
-        answer = prefill.answer()
-        if answer is None:
-            return False
-        self.lease_ids.add(answer[1]["lease_id"])
-        prefill.collect()
-        assert answer[0] not in self.unwanted or answer[0] not in prefill.leased, "a lease for a client that had left"
-        self.answers.append(answer)
-        if self.faulty and self.rng.random() < 0.1:
-            self.answers.append(answer)
-        return True
-
-    def deliver(self) -> bool:
-        """Any answer under way reaches decode, for every request that waits for it; others are told to let go."""
-        if not self.answers:
-            return False
-        prefill_id, params = self.answers.pop(self.rng.randrange(len(self.answers)))
-        waiting = [request for request in self.of(State.ASKED) if request.prefill_id == prefill_id]
-        for request in waiting:
-            try:
-                self.decode.pd.add_remote(request.request_id, params, num_prompt_tokens=request.content.num_tokens,
-                                          digest_of=lambda _, digest=request.content.digest: digest)
-            except ProtocolError as error:
-                self.met["answer refused"] += 1
-                self.fall_back(request, str(error))
-                continue
-            request.state, request.lease_id = State.OFFERED, params["lease_id"]
-        if not waiting:
-            self.met["answer for nobody"] += 1
-            self.decode.pd.reject_remote(params, "nobody waits for it")
-        return True
-
-    def admit(self) -> bool:
-        """Some offered request gets its landing and its pages."""
-        offered = self.of(State.OFFERED)
-        if not offered:
-            return False
-        request, decode = self.rng.choice(offered), self.decode
-        count = request.content.num_pages
-        landing = decode.pd.choose_landing(request.request_id, self.rng.random() < 0.5, decode.pools.fits(3 * count, count))
-        if landing is None:
-            return False
-        pages = decode.allocate(request.content, landing)
-        if pages is None:
-            return False
-        self.met[f"landing {landing.value}"] += 1
-        request.landing, request.pages, request.state = landing, pages, State.IMPORTING
-        decode.pd.start_import(request.request_id, ImportTarget(landing=landing, pages=pages))
-        return True
-
-    def step(self) -> None:
-        """One step of the decode engine. A lease is released when its last user let go, by the id that prefill gave."""
-        command = self.decode.build()
-        for notice in command.notices if command else ():
-            word = decode_notice(notice.payload)
-            users = [r.request_id for r in self.of(State.OFFERED, State.IMPORTING) if r.lease_id == word.lease_id]
-            assert word.lease_id in self.lease_ids, f"a notice names {word.lease_id}, which prefill never gave"
-            assert word.kind != "release" or not users, f"lease {word.lease_id} is released while {users} need it"
-
-    def hear(self, most: int) -> None:
-        """The decode scheduler takes reports of its ranks: late, in the order of each rank."""
-        outputs = []
-        for mail in self.rng.sample(self.decode.outputs, len(self.decode.outputs)):
-            outputs += [mail.popleft() for _ in range(min(most, len(mail)))]
-        events = self.decode.pd.update(outputs)
-        for request_id in events.loaded:
-            request = self.requests[request_id]
-            request.state = State.LOADED
-            self.met["loaded"] += 1
-            self.verify(request)
-        for request_id, why in events.failed.items():
-            self.met[f"failed: {why.split(': ')[1] if why.startswith('rank') else why.split(':')[0]}"] += 1
-            assert not self.calm, f"{request_id} failed without a fault: {why}"
-            self.fall_back(self.requests[request_id], why)
-        for request_id in events.drained:
-            self.met["drained"] += 1
-            self.decode.free(self.zombies.pop(request_id))
-
-    def listen(self, prefill: Prefill) -> None:
-        """The prefill engine hears its notices, and frees what is no longer leased."""
-        if not prefill.alive:
-            return
-        for rank in range(prefill.num_ranks):
-            prefill.pump(rank)
-            while prefill.outputs[rank]:
-                prefill.pd.update([prefill.outputs[rank].popleft()])
-        prefill.collect()
-
-    def tick(self, seconds: float) -> None:
-        """Time passes. Where nothing fails, heartbeats arrive in time."""
-        for engine in (*self.prefills, self.decode):
-            engine.clock.advance(seconds)
-        for request in self.of(State.ASKED):
-            if not self.calm and self.decode.clock() > request.asked_at_s + ASK_TIMEOUT_S:
-                self.met["no answer"] += 1
-                self.fall_back(request, "prefill did not answer in time")
-        if self.calm:
-            while self.deliver():
-                pass
-            self.step()
-            for rank in range(self.decode.num_ranks):
-                while self.decode.obey(rank):
-                    pass
-            late, self.levers.late = self.levers.late, 0.0
-            for prefill in self.prefills:
-                self.listen(prefill)
-            self.levers.late = late
-
-    # ---- ends of the world
-    def kill(self, prefill: Prefill) -> None:
-        """SIGKILL of a prefill engine."""
+def one_round(world: World) -> None:
+    """Everything that can happen happens once."""
+    for prefill in world.prefills:
         if prefill.alive:
-            self.met["prefill killed"] += 1
-            prefill.ranks_die()
-            prefill.alive = False
-
-    def restart(self, prefill: Prefill) -> None:
-        """It comes back on the same address, as another incarnation."""
-        self.kill(prefill)
-        self.met["prefill restarted"] += 1
-        prefill.start()
-
-    def lose_lease(self, prefill: Prefill) -> None:
-        """Prefill lets go of pages that somebody may be reading."""
-        if prefill.alive and prefill.leased:
-            self.met["lease lost"] += 1
-            read = [r.prefill_id for r in self.of(State.IMPORTING) if r.prefill is prefill and r.prefill_id in prefill.leased]
-            prefill.pd.release_request(self.rng.choice(read or list(prefill.leased)))
-            prefill.collect()
-            if prefill.begin() and self.rng.random() < 0.5:
-                prefill.write(self.rng.choice((4, 1000)))
-
-    def restart_decode(self) -> None:
-        """All of it: clients see their connection end."""
-        self.met["decode restarted"] += 1
-        for request in self.of(*LIVE):
-            request.state, request.error, request.pages = State.ERROR, "decode restarted", None
-        self.zombies.clear()
-        self.decode.ranks_die()
-        self.decode.start()
-
-    def restart_ranks(self) -> None:
-        """Its ranks only: what they held is lost, what they still had to say comes late."""
-        self.met["decode ranks restarted"] += 1
-        decode = self.decode
-        old = decode.outputs
-        decode.ranks_die()
-        decode.ranks_start()
-        decode.pd.workers_restarted(decode.incarnation, decode.endpoints)
-        for mail, late in zip(decode.outputs, old, strict=True):
-            mail.extend(late)
-        for request in self.of(State.LOADED):
-            request.pages = None
-            self.fall_back(request, "the ranks restarted")
-        lost = {request.request_id for request in self.of(State.IMPORTING)}
-        for request_id in lost:
-            self.requests[request_id].pages = None
-        events = decode.pd.update([])
-        assert set(events.failed) >= lost and not set(events.loaded), "an import outlives its ranks"
-        for request_id, why in events.failed.items():
-            self.fall_back(self.requests[request_id], why)
-        for request_id in events.drained:
-            del self.zombies[request_id]
-        assert not self.zombies
-
-    # ---- laws
-    def check(self) -> None:
-        """Everything that may be selected is right; nobody writes to free pages; each part agrees with itself."""
-        for request in self.of(State.LOADED):
-            self.verify(request)
-        self.decode.check_free()
-        for engine in (*self.prefills, self.decode):
-            if engine.alive:
-                engine.pd.check()
-
-    def settle(self) -> None:
-        """The faults stop: every request ends within a bounded number of rounds, and all pools are full again."""
-        self.faulty = False
-        for lever in (*FAULTS, "late"):
-            setattr(self.levers, lever, 0.0)
-        for _ in range(SETTLE_ROUNDS):
-            self.round()
-            if not self.of(*LIVE) and self.is_quiet():
-                break
-        waiting = {request.request_id: request.state.value for request in self.of(*LIVE)}
-        assert not waiting, f"requests that wait for ever: {waiting}"
-        assert self.decode.pools.full(), "decode has lost pages"
-        for engine in (*self.prefills, self.decode):
-            if not engine.alive:
-                continue
-            assert engine.pools.full(), f"{engine.name} has lost pages"
-            assert not engine.pd.has_pending_work(), f"{engine.name} is never idle"
-            for importer in engine.importers:
-                assert not importer.busy() and importer.staging.num_free == engine.config.staging_slots, "slots in quarantine"
-        self.check()
-        for request in self.requests.values():
-            assert request.state is not State.ERROR or request.error, "an error without a reason"
-        if self.calm:
-            expired = [engine.pd.stats().leases_expired for engine in self.prefills]
-            assert expired == [0, 0], f"leases ran out though every notice arrived: {expired}"
-
-    def is_quiet(self) -> bool:
-        """Nothing is under way."""
-        engines = [engine for engine in (*self.prefills, self.decode) if engine.alive]
-        return not any(engine.pd.has_pending_work() or not engine.pools.full() for engine in engines)
-
-    def round(self) -> None:
-        """Everything that can happen happens once."""
-        for prefill in self.prefills:
-            if prefill.alive:
-                while prefill.begin() or prefill.write(1000) or self.answer(prefill):
-                    pass
-        while self.deliver():
-            pass
-        while self.admit():
-            pass
-        self.step()
-        for rank in range(self.decode.num_ranks):
-            while self.decode.obey(rank):
+            while prefill.begin() or prefill.write(1000) or world.answer(prefill):
                 pass
-            for _ in range(200):
-                while self.decode.transports[rank].move(1 << 30) or self.decode.copy(rank):
-                    pass
-                if not self.decode.pump(rank):
-                    break
-        self.hear(1000)
-        for request in self.of(State.LOADED):
-            self.finish(request)
-        for prefill in self.prefills:
-            self.listen(prefill)
-        self.tick(ROUND_S)
+    while world.deliver():
+        pass
+    while world.admit():
+        pass
+    world.step()
+    for rank in range(world.decode.num_ranks):
+        while world.decode.obey(rank):
+            pass
+        for _ in range(200):
+            while world.decode.transports[rank].move(1 << 30) or world.decode.copy(rank):
+                pass
+            if not world.decode.pump(rank):
+                break
+    world.hear(1000)
+    for request in world.of(State.LOADED):
+        world.finish(request)
+    for prefill in world.prefills:
+        world.listen(prefill)
+    world.tick(ROUND_S)
 
-    def probe(self) -> None:
-        """The survivors are usable: each prefill engine that lives serves a new request at the first attempt."""
-        self.tick(RETIRED_S + 1)
-        for prefill in self.prefills:
-            if prefill.alive:
-                request = self.arrive(prefill)
-                for _ in range(20):
-                    self.round()
-                assert request.state is State.DONE and request.attempts == 1, \
-                    f"{prefill.name} is of no use any more: {request.state.value} {request.error}"
+
+def probe(world: World) -> None:
+    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt."""
+    world.tick(RETIRED_S + 1)
+    for prefill in world.prefills:
+        if prefill.alive:
+            request = world.arrive(prefill)
+            for _ in range(20):
+                one_round(world)
+            assert request.state is State.DONE and request.attempts == 1, \
+                f"{prefill.name} is of no use any more: {request.state.value} {request.error}"
 
 
 MOVES: dict[str, tuple[float, float]] = {
@@ -463,7 +136,7 @@ def live(seed: int, *, steps: int = 400) -> World:
         move(world, name)
         if number % 16 == 0:
             world.check()
-    world.settle()
-    world.probe()
-    world.settle()
+    settle(world)
+    probe(world)
+    settle(world)
     return world

@@ -32,6 +32,7 @@ EXPECTED = (
 """What the bounded profile must meet: it is no proof of what it never sees."""
 
 
+@pytest.mark.timeout(300 + SCHEDULES // 2)
 def test_every_request_gets_its_own_bytes_or_none() -> None:
     met: Counter[str] = Counter()
     for seed in range(SCHEDULES):

@@ -61,7 +61,7 @@ class TornTransport(LoopbackTransport):
         if self._rng.random() < self._levers.refuse:
             raise TransferError("not posted")
         read = super().read(peer, descriptors)
-        pieces = _pieces(read.descriptors)
+        pieces = _pieces(read.descriptors[np.argsort(descriptors[:, 1])])  # the order of slabs in memory is not the seed's
         if self._rng.random() < 0.5:
             pieces = pieces[np.random.default_rng(self._rng.getrandbits(32)).permutation(len(pieces))]
         fails = self._rng.random() < self._levers.fail
