@@ -30,13 +30,18 @@ class HeldLeases:
         self._clock = clock
         self._held: dict[tuple[str, str], _Held] = {}
         self._by_request: dict[str, tuple[str, str]] = {}
-        self._notices: list[OutgoingNotice] = []
+        self._releases: dict[tuple[str, str], OutgoingNotice] = {}
 
     def add(self, request_id: str, peer_id: str, endpoint: RankEndpoint, lease_id: str, lease_s: float) -> None:
-        """The request needs the lease; it is renewed every third of `lease_s`. Raises InvariantError if it has one."""
+        """The request needs the lease; it is renewed every third of `lease_s`. A release not sent yet is withdrawn.
+
+        Raises:
+            InvariantError: the request uses a lease already.
+        """
         if request_id in self._by_request:
             raise InvariantError(f"request {request_id} uses lease {self._by_request[request_id]} already")
         key = (peer_id, lease_id)
+        self._releases.pop(key, None)
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = _Held(endpoint=endpoint, lease_s=lease_s, renew_at_s=self._clock() + lease_s / 3)
@@ -52,26 +57,26 @@ class HeldLeases:
         held.users.discard(request_id)
         if not held.users:
             del self._held[key]
-            self._send("release", key[0], held.endpoint, key[1], reason)
+            self._release(key, held.endpoint, reason)
 
     def release_unheld(self, peer_id: str, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
         """Releases a lease that no request took, unless another request uses it."""
         if (peer_id, lease_id) not in self._held:
-            self._send("release", peer_id, endpoint, lease_id, reason)
+            self._release((peer_id, lease_id), endpoint, reason)
 
     def take_notices(self) -> tuple[OutgoingNotice, ...]:
         """Releases since the last call, and the heartbeats that are due."""
         now = self._clock()
-        for (peer_id, lease_id), held in self._held.items():
+        notices, self._releases = list(self._releases.values()), {}
+        for key, held in self._held.items():
             if held.renew_at_s <= now:
                 held.renew_at_s = now + held.lease_s / 3
-                self._send("renew", peer_id, held.endpoint, lease_id, "")
-        notices, self._notices = tuple(self._notices), []
-        return notices
+                notices.append(_notice("renew", key, held.endpoint, ""))
+        return tuple(notices)
 
     def has_work(self) -> bool:
         """Notices wait to be taken, or leases to be renewed."""
-        return bool(self._notices or self._held)
+        return bool(self._releases or self._held)
 
     def check(self) -> None:
         """Both indexes agree; no lease is held for nobody."""
@@ -79,6 +84,10 @@ class HeldLeases:
         if users != self._by_request or any(not held.users for held in self._held.values()):
             raise InvariantError(f"leases in use {users} do not match requests {self._by_request}")
 
-    def _send(self, kind: str, peer_id: str, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
-        payload = encode_notice(Notice(kind=kind, lease_id=lease_id, reason=reason))
-        self._notices.append(OutgoingNotice(peer_id=peer_id, endpoint=endpoint, payload=payload))
+    def _release(self, key: tuple[str, str], endpoint: RankEndpoint, reason: str) -> None:
+        self._releases[key] = _notice("release", key, endpoint, reason)
+
+
+def _notice(kind: str, key: tuple[str, str], endpoint: RankEndpoint, reason: str) -> OutgoingNotice:
+    payload = encode_notice(Notice(kind=kind, lease_id=key[1], reason=reason))
+    return OutgoingNotice(peer_id=key[0], endpoint=endpoint, payload=payload)

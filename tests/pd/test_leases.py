@@ -127,3 +127,17 @@ def test_b30_lease_shared_by_siblings_is_released_with_the_last() -> None:
     held.drop("d-2", "x")
     assert notices(held) == [("release", "p-17")]
     held.check()
+
+
+def test_b30_sibling_that_comes_before_the_release_was_sent_keeps_the_lease() -> None:
+    held = HeldLeases(FakeClock())
+    endpoint = Side("p", LoopbackNetwork()).endpoints[0]
+    held.add("d-0", "p", endpoint, "p-17", 30.0)
+    held.drop("d-0", "imported")
+    held.release_unheld("p", endpoint, "p-18", "refused")
+    held.add("d-1", "p", endpoint, "p-17", 30.0)
+    assert notices(held) == [("release", "p-18")], "the sibling needs p-17"
+    held.drop("d-1", "imported")
+    held.drop("d-1", "again")
+    assert notices(held) == [("release", "p-17")]
+    held.check()
