@@ -245,6 +245,11 @@ def a_restarted_peer_is_taken_for_the_old_one(patch: Patch) -> None:
     wrap(patch, PeerTable, "connect", connect)
 
 
+def a_replaced_incarnation_is_believed(patch: Patch) -> None:
+    """Answers that a peer gave before its restart are refused."""
+    patch.setattr(PDConnectorScheduler, "_check_incarnation", lambda self, engine_id, incarnation: None)
+
+
 def a_failed_request_is_not_reported(patch: Patch) -> None:
     """Whoever waits for an import hears of its failure."""
     def update(original: Any, self: PDConnectorScheduler, outputs: Any) -> Any:

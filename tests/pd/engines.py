@@ -80,13 +80,14 @@ class Engine:
                 slot_pages=self.config.staging_slot_pages, direct=self.config.landing_path == "direct",
                 drain_s=self.drain_s, clock=self.clock, copy_engine=self._copy_engine(self.copies[rank])))
 
-    def ranks_die(self) -> None:
-        """Every process is gone; what they had not reported yet stays in the mail."""
-        for transport in self.transports:
-            transport.die()
-        for memory in self.memories:
-            memory.memory.device[:] = self.rng.randrange(256)
-            memory.memory.host[:] = self.rng.randrange(256)  # type: ignore[index]
+    def ranks_die(self, *, linger: bool = False) -> None:
+        """Every process is gone; what they had not reported yet stays in the mail. linger: cut off, but readable."""
+        if not linger:
+            for transport in self.transports:
+                transport.die()
+            for memory in self.memories:
+                memory.memory.device[:] = self.rng.randrange(256)
+                memory.memory.host[:] = self.rng.randrange(256)  # type: ignore[index]
         self.ruins += self.memories
         self.memories, self.transports, self.importers = [], [], []
         self.orders, self.copies = [], []

@@ -24,10 +24,11 @@ FAULT_SEEDS = 60
 COUNT_SEEDS = int(os.environ.get("HISPARSE_PD_FAULT_SEEDS", "0"))
 
 EXPECTED = (
-    "landing resident", "landing host", "loaded", "drained", "twins", "answer for nobody", "answer refused", "no answer",
+    "landing resident", "landing host", "loaded", "drained", "twins", "late twin", "answer for nobody",
+    "answer refused", "no answer",
     "failed: generation", "failed: refused", "failed: timeout", "failed: transfer", "failed: restarted",
     "closed while asked", "closed while offered", "closed while importing", "closed while loaded",
-    "lease lost", "prefill killed", "prefill restarted", "decode restarted", "decode ranks restarted",
+    "lease lost", "prefill killed", "prefill cut off", "prefill restarted", "decode restarted", "decode ranks restarted",
 )
 """What the bounded profile must meet: it is no proof of what it never sees."""
 

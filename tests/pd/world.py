@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hisparse.errors import ProtocolError
+from hisparse.pd.endpoint import RETIRED_S
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.protocol import decode_notice
 from hisparse.types import ImportTarget, Landing, RequestPages
@@ -18,7 +19,7 @@ from tests.pd.engines import Decode, Prefill
 from tests.pd.pools import Content
 from tests.pd.torn import Levers
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS, MAX_LIVE = 3, 8
 ASK_TIMEOUT_S = 8.0
 """A decode engine waits this long for a prefill answer."""
 
@@ -84,7 +85,12 @@ class World:
         self.zombies: dict[str, RequestPages] = {}
         """Pages of closed requests, until drained."""
         self.answers: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[tuple[Request, dict[str, Any]]] = []
+        """Answers that were taken."""
         self.lease_ids: set[str] = set()
+        self.incarnations: dict[str, str] = {}
+        """Of each prefill engine, in the last answer that decode took."""
+        self.retired: dict[tuple[str, str], float] = {}
         self.unwanted: set[str] = set()
         """Prefill ids whose client left before the answer."""
         self.met: Counter[str] = Counter()
@@ -106,6 +112,17 @@ class World:
         else:
             self.ask(request)
         return request
+
+    def late_twin(self) -> None:
+        """Another request comes with an answer that was used already: its lease may be over, its engine may be gone."""
+        if not self.sent or len(self.of(*LIVE)) >= MAX_LIVE:
+            return
+        first, params = self.rng.choice(self.sent[-8:])
+        self.met["late twin"] += 1
+        twin = Request(f"d-{len(self.requests)}", first.content, first.prefill, attempts=1, asked_at_s=self.decode.clock(),
+                       prefill_id=f"again-{len(self.requests)}")
+        self.requests[twin.request_id] = twin
+        self.answers.append((twin.prefill_id, params))
 
     def ask(self, request: Request) -> None:
         """Asks prefill; a dead one refuses the connection."""
@@ -189,10 +206,20 @@ class World:
                 self.fall_back(request, str(error))
                 continue
             request.state, request.lease_id = State.OFFERED, params["lease_id"]
+            self.sent.append((request, params))
+            self.note_incarnation(request.prefill.name, params["lease_id"].split("-")[0])
         if not waiting:
             self.met["answer for nobody"] += 1
             self.decode.pd.reject_remote(params, "nobody waits for it")
         return True
+
+    def note_incarnation(self, peer: str, incarnation: str) -> None:
+        """What was replaced stays replaced."""
+        current, retired = self.incarnations.get(peer, ""), self.retired
+        if current and incarnation != current:
+            retired[peer, current] = self.decode.clock() + RETIRED_S
+        self.incarnations[peer] = incarnation
+        assert retired.get((peer, incarnation), 0.0) <= self.decode.clock(), f"an answer of {peer} before its restart counts"
 
     def admit(self) -> bool:
         """Some offered request gets its landing and its pages."""
@@ -272,10 +299,11 @@ class World:
 
     # ---- ends of the world
     def kill(self, prefill: Prefill) -> None:
-        """SIGKILL of a prefill engine."""
+        """A prefill engine is gone; sometimes its memory can still be read."""
         if prefill.alive:
-            self.met["prefill killed"] += 1
-            prefill.ranks_die()
+            linger = self.rng.random() < 0.4
+            self.met["prefill cut off" if linger else "prefill killed"] += 1
+            prefill.ranks_die(linger=linger)
             prefill.alive = False
 
     def restart(self, prefill: Prefill) -> None:
@@ -300,6 +328,8 @@ class World:
         for request in self.of(*LIVE):
             request.state, request.error, request.pages = State.ERROR, "decode restarted", None
         self.zombies.clear()
+        self.incarnations.clear()
+        self.retired.clear()
         self.decode.ranks_die()
         self.decode.start()
 
