@@ -11,6 +11,7 @@ import pytest
 
 import hisparse.cache
 from tests.mutations.faults import FAULTS
+from tests.mutations.pd_faults import PD_FAULTS
 
 ROOT = Path(__file__).parents[2]
 ROWS = [[cell.strip() for cell in line.strip("|\n").split("|")]
@@ -40,3 +41,9 @@ def test_what_enforces_it_exists(place: str) -> None:
 @pytest.mark.parametrize("path", sorted({name for row in ROWS if len(row) == 3 for name in quoted(row[2])}))
 def test_the_tests_named_exist(path: str) -> None:
     assert (ROOT / path).is_file() or (ROOT / "tests" / "cache" / path).is_file()
+
+
+def test_prefill_decode_faults_are_in_their_table_once() -> None:
+    text = (ROOT / "docs" / "pd.md").read_text()
+    rows = re.findall(r"^\| (.+) \| `(\w+)` \| .+ \|$", text, re.MULTILINE)
+    assert rows == [((fault.__doc__ or "").rstrip("."), fault.__name__) for fault in PD_FAULTS]

@@ -120,12 +120,21 @@ class Engine:
         """One round of the rank's transfer thread; what it reports goes into the mail."""
         moved = self.importers[rank].pump()
         self.importers[rank].check()
+        self._check_slots(rank)
         acks: list[ImportAck] = self.importers[rank].take_acks()
         notices = self.transports[rank].notices()
         if acks or notices:
             self.outputs[rank].append(PDOutput(rank=rank, incarnation=self.incarnation, acks=tuple(acks),
                                                notices=tuple(notices)))
         return moved
+
+    def _check_slots(self, rank: int) -> None:
+        """Nothing is on its way to a staging slot that somebody else may get."""
+        near = self.transports[rank].destinations()
+        for pool in (self.importers[rank].staging, self.importers[rank].generation_slots):
+            offsets = near - pool.address
+            written = set((offsets[(offsets >= 0) & (offsets < pool.num_bytes)] // pool.slot_bytes).tolist())
+            assert not written & set(pool._free), f"slots {written} are free while READs may still write to them"
 
     def copy(self, rank: int) -> bool:
         """One copy out of staging runs, any of those handed over."""
@@ -247,6 +256,10 @@ class Decode(Engine):
             for rank in range(self.num_ranks):
                 self.hand_out(rank, pages)
         return pages
+
+    def reads(self, request_id: str) -> bool:
+        """Some rank has begun with the request's import and is not done."""
+        return any(self.pd._importing.get(request_id) in importer._jobs for importer in self.importers)
 
     def free(self, pages: RequestPages) -> None:
         """Nothing may be on its way to free pages. They carry a canary: whoever writes to them all the same is found."""

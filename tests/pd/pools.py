@@ -28,7 +28,7 @@ class Content:
 
 
 class Pools:
-    """Free ids of the two tiers of one engine, and the generation of every id. Freed last is handed out first."""
+    """Free ids of the two tiers of one engine, and the generation of every id. Freed pages are handed out first or last."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -57,8 +57,8 @@ class Pools:
     def give(self, pages: RequestPages) -> None:
         device, host = ids_of(pages)
         assert not set(device) & set(self.device) and not set(host) & set(self.host), "freed twice"
-        self.device += device
-        self.host += host
+        for free, ids in ((self.device, device), (self.host, host)):
+            free[:] = [*free, *ids] if self.rng.random() < 0.5 else [*ids, *free]
 
     def full(self) -> bool:
         return len(self.device) == DEVICE_BLOCKS - 1 and len(self.host) == HOST_BLOCKS - 1

@@ -42,7 +42,8 @@ def settle(world: World) -> None:
 def is_quiet(world: World) -> bool:
     """Nothing is under way."""
     engines = [engine for engine in (*world.prefills, world.decode) if engine.alive]
-    return not any(engine.pd.has_pending_work() or not engine.pools.full() for engine in engines)
+    busy = any(engine.pd.has_pending_work() or not engine.pools.full() for engine in engines)
+    return not (busy or world.answers or any(prefill.queue or prefill.jobs for prefill in world.prefills if prefill.alive))
 
 
 def one_round(world: World) -> None:
@@ -87,7 +88,7 @@ def probe(world: World) -> None:
 MOVES: dict[str, tuple[float, float]] = {
     "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 5), "admit": (8, 8), "step": (8, 8),
     "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (4, 4), "finish": (3, 3),
-    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "lose_lease": (0, 3),
+    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "lose_lease": (0, 5),
     "restart_decode": (0, 0.1), "restart_ranks": (0, 0.2), "lose_answer": (0, 0.2), "late_twin": (0, 1.5),
 }
 """Weights in a calm schedule and in others."""
@@ -111,7 +112,7 @@ def move(world: World, name: str) -> None:
     elif name in ("obey", "pump", "copy"):
         getattr(decode, name)(rank)
     elif name == "move":
-        decode.transports[rank].move(rng.choice((1, 10, 100, 1000)))
+        decode.transports[rank].move(rng.choice((3, 10, 100, 1000)))
     elif name == "hear":
         world.hear(rng.choice((1, 3, 100)))
     elif name in ("finish", "close"):

@@ -23,7 +23,7 @@ MAX_ATTEMPTS, MAX_LIVE = 3, 8
 ASK_TIMEOUT_S = 8.0
 """A decode engine waits this long for a prefill answer."""
 
-FAULTS = {"hang": 0.15, "fail": 0.1, "refuse": 0.05, "stuck": 0.3, "drop": 0.3, "repeat": 0.3}
+FAULTS = {"hang": 0.15, "fail": 0.1, "refuse": 0.05, "stuck": 0.5, "drop": 0.3, "repeat": 0.3}
 """Probabilities of Levers; each is on in half of the schedules that are not calm."""
 
 
@@ -316,10 +316,13 @@ class World:
         """Prefill lets go of pages that somebody may be reading."""
         if prefill.alive and prefill.leased:
             self.met["lease lost"] += 1
-            read = [r.prefill_id for r in self.of(State.IMPORTING) if r.prefill is prefill and r.prefill_id in prefill.leased]
+            read = [r.prefill_id for r in self.of(State.IMPORTING) if r.prefill is prefill and r.prefill_id in prefill.leased
+                    and self.decode.reads(r.request_id)]
             prefill.pd.release_request(self.rng.choice(read or list(prefill.leased)))
             prefill.collect()
-            if prefill.begin() and self.rng.random() < 0.5:
+            if not prefill.queue and len(self.of(*LIVE)) < MAX_LIVE:
+                self.arrive(prefill)
+            if prefill.begin() and self.rng.random() < 0.8:
                 prefill.write(self.rng.choice((4, 1000)))
 
     def restart_decode(self) -> None:
