@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks import gpu, report
 from hisparse.ops import HotState, cuda
 from hisparse.ops.cuda.resolve import Geometry
+from hisparse.testing.pinned_alias import alias_on_cuda
 
 TOP_K, CONTEXT, BLOCK = 2048, 131_072, 64
 PAGES = CONTEXT // BLOCK
@@ -268,10 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench_resolve needs a CUDA device; torch sees none", file=sys.stderr)
         return 2
     header = report.facts("bench_resolve")
-    pool = gpu.mapped(torch.empty(int(args.span_gib * GIB), dtype=torch.uint8, pin_memory=True))
+    pool = alias_on_cuda(torch.empty(int(args.span_gib * GIB), dtype=torch.uint8, pin_memory=True))
     for part in pool.split(1 << 30):
         part.view(torch.int64).random_()
-    other = gpu.mapped(torch.zeros((2 << 30) // 4096, 4096, dtype=torch.uint8, pin_memory=True))
+    other = alias_on_cuda(torch.zeros((2 << 30) // 4096, 4096, dtype=torch.uint8, pin_memory=True))
     timer = gpu.ColdTimer(other)
     if args.tune:
         tune(pool, timer)

@@ -14,21 +14,6 @@ FLUSH_BYTES = 160 << 20
 FLUSH_HOST_ROWS = 2048
 
 
-class Mapped:
-    """CUDA's view of pinned CPU memory; keeps it alive."""
-
-    def __init__(self, pinned: Tensor) -> None:
-        self.pinned = pinned
-        self.__cuda_array_interface__ = {
-            "shape": (pinned.numel() * pinned.element_size(),), "typestr": "|u1", "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def mapped(pinned: Tensor) -> Tensor:
-    return torch.as_tensor(Mapped(pinned), device="cuda").view(pinned.dtype).view(pinned.shape)
-
-
 class ColdTimer:
     """Times launches of one graph, each behind a flush of the L2 and of the translations of host memory.
 

@@ -10,23 +10,9 @@ import torch
 from torch import Tensor
 
 from hisparse.ops import HotState, cuda, reference
+from hisparse.testing.pinned_alias import alias_on_cuda
 
 POISON = 0xEE
-
-
-class Mapped:
-    """CUDA's view of a pinned CPU tensor; keeps it alive."""
-
-    def __init__(self, pinned: Tensor) -> None:
-        self.pinned = pinned
-        self.__cuda_array_interface__ = {
-            "shape": (pinned.numel() * pinned.element_size(),), "typestr": "|u1", "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def mapped(pinned: Tensor) -> Tensor:
-    return torch.as_tensor(Mapped(pinned), device="cuda").view(pinned.dtype).view(pinned.shape)
 
 
 @dataclass
@@ -70,7 +56,7 @@ class World:
                        ("rows", "resident_table", "source_table", "hot_table", "hot_rows")}
         self.gpu_state = HotState.empty(self.seats, hot_blocks * self.block, self.pages * self.block, "cuda",
                                         hashed=self.hashed)
-        self.gpu_host = mapped(self.host)
+        self.gpu_host = alias_on_cuda(self.host)
         self.status = torch.zeros(4, dtype=torch.int32, device="cuda")
 
     # ---- moves, on both sides

@@ -7,7 +7,8 @@ import torch
 
 from hisparse.errors import InvariantError
 from hisparse.ops import status as words
-from tests.gpu.resolve_world import POISON, World, mapped
+from hisparse.testing.pinned_alias import alias_on_cuda
+from tests.gpu.resolve_world import POISON, World
 
 pytestmark = pytest.mark.gpu
 
@@ -271,7 +272,7 @@ def test_b14_rows_beyond_2_gib_and_2_31_elements() -> None:
     found = cuda.resolve(topk, torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 200, device="cuda"),
                          resident_table=table, source_table=source, hot_table=hot,
                          hot_rows=torch.full((1,), 64, dtype=torch.int32, device="cuda"), state=state, block_size=64,
-                         rows_per_block=64, row_offset=0, rows=device, host_rows=mapped(host))
+                         rows_per_block=64, row_offset=0, rows=device, host_rows=alias_on_cuda(host))
     ids = found.row_ids[0].tolist()
     assert ids == [3_399_000 // 64 * 64, 3_399_000 // 64 * 64 + 1] and ids[0] * row > 2**31
     assert torch.equal(device[ids].cpu(), host[3_273_603:3_273_605])
