@@ -57,10 +57,6 @@ class Extents:
         """Extents that are free as a whole."""
         return self._room.count(self.extent_blocks)
 
-    @property
-    def has_whole(self) -> bool:
-        return self.extent_blocks in self._room
-
     def num_from(self, block: int, most: int) -> int:
         """Free blocks from `block` on without a gap, counted up to `most`."""
         if block >= self.num_blocks:

@@ -14,7 +14,7 @@ SLOT_ALIGN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HotState:
-    """Replacement state of one index group's hot regions. Changed in place by `resolve` and `reset_seat` only.
+    """Replacement state of one index group's hot regions. Changed in place by `resolve` and `reset_seats` only.
 
     On CUDA `slots` is rounded up to a multiple of SLOT_ALIGN, so that a kernel loads 16 counters at once.
 
@@ -124,9 +124,3 @@ class Resolution:
     hot: Tensor
     miss: Tensor
     row_offset: int
-
-    def shifted(self, row_offset: int) -> Tensor:
-        """`row_ids` in a layer of the same group whose page starts `row_offset` rows into the block."""
-        if row_offset == self.row_offset:
-            return self.row_ids
-        return torch.where(self.row_ids >= 0, self.row_ids + (row_offset - self.row_offset), self.row_ids)

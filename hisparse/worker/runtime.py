@@ -93,11 +93,6 @@ class HiSparseRuntime:
             self._count(found, batch)
         return found
 
-    def reset(self, seat: int, from_slot: int, from_position: int) -> None:
-        """Empties a seat's slots; see `ops.reference.reset_seat`."""
-        if self.state is not None:
-            self._ops.reset_seat(self.state, seat, from_slot=from_slot, from_position=from_position)
-
     def check(self) -> None:
         """Raises InvariantError unless the state is consistent with itself and with the region sizes."""
         if self.state is not None:

@@ -61,12 +61,6 @@ def reset_seats(state: HotState, resets: Tensor) -> None:
         )
 
 
-def reset_seat(state: HotState, seat: int, *, from_slot: int = 0, from_position: int = 0) -> None:
-    """One seat, from numbers. Stream: uploads them without waiting."""
-    resets = torch.tensor([[seat, from_slot, from_position]], dtype=torch.int32)
-    reset_seats(state, resets.pin_memory().to(state.hand.device, non_blocking=True))
-
-
 INSTANCES = (
     *(_replay_instance(row_bytes, 2048, parts) for row_bytes in (656, 1152) for parts in (2, 4, 8, 32)),
     _replay_instance(320, 32, 8),
