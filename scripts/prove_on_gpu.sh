@@ -27,7 +27,8 @@ for part in "${parts[@]}"; do
       for tool in memcheck racecheck synccheck; do
         for what in "test_resolve.py:short_walk or one_position" "test_append.py:hostile_values or padding or a_mark" \
                     "test_pages.py:copies_for_forks or gather_reports or any_number" \
-                    "test_indexer.py:equal_scores or written_keys or missing_page"; do
+                    "test_indexer.py:equal_scores or written_keys or missing_page" \
+                    "test_attention.py:masks or duplicates or strides"; do
           step "$tool-${what%%.py*}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 7 \
             "$python" -m pytest "tests/gpu/${what%%:*}" -q --tb=short -k "${what#*:}"
         done
