@@ -15,6 +15,8 @@ from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout, ModelShape, limit_rows, start_rows
 
 GIB = 1 << 30
+FP8_KEYS_BLOCK = 32
+"""The scores kernel reads fp8 keys and their scales in tiles of this many positions of a page."""
 
 
 def _rows_option(value: Any) -> Any:
@@ -281,6 +283,9 @@ def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
     if fp8_keys and config.model.device == "cuda" and (config.model.dtype, shape.index_head_dim) != ("bfloat16", 128):
         raise ConfigError(f"cache.indexer_dtype = fp8 on CUDA takes bfloat16 models with an index_head_dim of 128, not "
                           f"{config.model.dtype} with {shape.index_head_dim}; set it to auto")
+    if fp8_keys and config.model.device == "cuda" and config.cache.block_size % FP8_KEYS_BLOCK:
+        raise ConfigError(f"cache.indexer_dtype = fp8 on CUDA takes a cache.block_size that is a multiple of {FP8_KEYS_BLOCK}, "
+                          f"not {config.cache.block_size}; set one of them to its default")
     layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype,
                                  row_format=config.cache.row_format, indexer_dtype="uint8" if fp8_keys else None,
                                  num_groups=config.cache.num_groups)

@@ -100,10 +100,14 @@ def test_checkpoints_that_cannot_be_served(tmp_path: Path) -> None:
 def test_fp8_indexer_keys_on_cuda_need_what_the_kernel_takes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM52))
 
-    def layout(dtype: str, device: str) -> object:
+    def layout(dtype: str, device: str, block_size: int = 64) -> object:
         model = {"path": str(tmp_path), "dtype": dtype, "device": device}
-        return kv_layout(HiSparseConfig.model_validate({"model": model, "cache": {"indexer_dtype": "fp8"}})).indexer_dtype
+        cache = {"indexer_dtype": "fp8", "block_size": block_size}
+        return kv_layout(HiSparseConfig.model_validate({"model": model, "cache": cache})).indexer_dtype
 
     assert layout("float32", "cpu") == layout("bfloat16", "cuda") == "uint8"
     with pytest.raises(ConfigError, match="takes bfloat16 models with an index_head_dim of 128, not float32 with 128"):
         layout("float32", "cuda")
+    assert layout("bfloat16", "cuda", 32) == layout("bfloat16", "cpu", 16) == "uint8"
+    with pytest.raises(ConfigError, match="a multiple of 32, not 16"):
+        layout("bfloat16", "cuda", 16)

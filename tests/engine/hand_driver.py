@@ -162,8 +162,9 @@ class HandDriver:
         mirrors = []
         if self.mirror:
             for seat, chunk in zip(seats, chunks):
-                page = chunk.first_position // BLOCK
-                last = (chunk.first_position + len(chunk.token_ids) - 1) // BLOCK
+                block_size = self.layout.block_size
+                page = chunk.first_position // block_size
+                last = (chunk.first_position + len(chunk.token_ids) - 1) // block_size
                 hosts = tuple(seat.host[page : last + 1])
                 mirrors.append(MirrorSpan(seat=seat.seat, first_page=page, host_blocks=hosts))
         sampled = self._run(chunks, tuple(mirrors))

@@ -51,7 +51,7 @@ def test_the_error_of_a_row_format(wide_checkpoint: Path, oracle: Callable[[torc
     ours, theirs = [], []
     config = engine_config(wide_checkpoint, model={"dtype": "bfloat16"},
                            cache={"row_format": row_format, "indexer_dtype": indexer_dtype, "hot_rows": 64,
-                                  "device_blocks": 900})
+                                  "device_blocks": 900, "block_size": 32})
     with HandDriver(config) as driver:
         assert driver.layout.row.row_bytes == (656 if row_format == "fp8_ds_mla" else 1152)
         assert driver.layout.indexer_row_bytes == (132 if indexer_dtype == "fp8" else 256)
@@ -60,9 +60,9 @@ def test_the_error_of_a_row_format(wide_checkpoint: Path, oracle: Callable[[torc
             ids = torch.randint(2, 512, (PROMPT,), generator=draw).tolist()
             seat = driver.open(number, ids)
             driver.prefill(seat, (PROMPT,))
-            driver.spill(seat, range(5))
+            driver.spill(seat, range(3))
             driver.give_hot_region(seat)
-            driver.drop(seat, range(5))
+            driver.drop(seat, range(3))
             driver.decode([seat], STEPS)
             runs = [oracle(dtype).decode(ids, STEPS + 1, prefill_chunks=PROMPT, forced=seat.generated, keep_logits=True)
                     for dtype in (torch.float32, torch.bfloat16)]
