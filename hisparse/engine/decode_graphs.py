@@ -54,6 +54,12 @@ class DecodeGraphs:
         graph.replay()
         return outputs
 
+    def close(self) -> None:
+        """Destroys every graph. NCCL does not end a process group while graphs hold its operations."""
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def _capture(self, size: int, plain: bool) -> None:
         packed = upload(pack((), size), self._inputs.device, self._inputs)
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]

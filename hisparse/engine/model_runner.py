@@ -66,6 +66,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.capture_all()
 
+    def close(self) -> None:
+        """Destroys the graphs. Call it when the device has done everything; decode steps are not possible any more."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def run(self, chunks: Sequence[ScheduledChunk]) -> StepOutput:
         """Runs every chunk: prefills in the order given, then the batch of single tokens.
 

@@ -140,6 +140,7 @@ class RankEngine:
         if not self._stopped:
             self._stopped = True
             self._connectors.shutdown()
+            self._runner.close()
 
 
 def _made(item: WorkerConnector | ConnectorFactory, parts: WorkerParts) -> WorkerConnector:

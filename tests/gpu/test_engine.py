@@ -18,7 +18,7 @@ from tests.engine import hand_driver
 from tests.engine.hand_driver import BLOCK, HandDriver
 from tests.gpu.engine_world import modes, move_to_cuda
 from tests.parity import cells, rig, test_matrix, test_reuse, test_stress
-from tests.parity.cells import Cell, Engines
+from tests.parity.cells import Cell, Engines, cell_config
 from tests.parity.conftest import make_rig  # noqa: F401
 from tests.parity.rig import Rig, engine_config, prompt_of
 from tests.parity.test_stress import play, workload
@@ -251,4 +251,7 @@ def test_two_ranks_on_two_devices(tiny_checkpoints: dict[str, Path], tier: str) 
     engines = Engines()
     for prompt in (31, 65, 300):
         assert test_matrix.check(engines, Cell("glm52", prompt, tier, 2, "colocated"), tiny_checkpoints["glm52"]) is None
+    ranks = engines.get(cell_config(Cell("glm52", 31, tier, 2, "colocated"), tiny_checkpoints["glm52"], "colocated")) \
+        .executor._processes
     engines.close()
+    assert [rank.exitcode for rank in ranks] == [0, 0], "a rank had to be killed"
