@@ -10,7 +10,9 @@ from hisparse.ops.cuda.append import batch_arguments, check_batch, check_status,
 from hisparse.ops.cuda.module import Instance, kernel
 
 INSTANCES = tuple(Instance("mirror.cu", "mirror_rows", {"UNITS": units}) for units in (41, 72, 144))
-_WARPS = 4
+_WARPS = 8
+_MAX_CTAS = 16
+"""Rows on their way to the host at a time: 128, which is fast enough and leaves the forward beside it alone."""
 
 
 def mirror_rows(
@@ -57,7 +59,7 @@ def mirror_rows(
     if not num or not layers.shape[0]:
         return
     kernel("mirror.cu", "mirror_rows", UNITS=row_bytes // 16)(
-        (-(-num * layers.shape[0] // _WARPS),),
+        (min(-(-num * layers.shape[0] // _WARPS), _MAX_CTAS),),
         32 * _WARPS,
         (
             *batch_arguments(seats, positions, writes), num, layers, layers.shape[0],
