@@ -23,7 +23,7 @@
 #define UNITS 41
 #endif
 
-constexpr int WARPS = 8, STEPS = (UNITS + 31) / 32;
+constexpr int WARPS = 32, STEPS = (UNITS + 31) / 32;
 
 struct Layer {
     i64 table;  // entry of the tables' allocation where its resident table begins

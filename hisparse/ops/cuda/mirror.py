@@ -10,9 +10,10 @@ from hisparse.ops.cuda.append import batch_arguments, check_batch, check_status,
 from hisparse.ops.cuda.module import Instance, kernel
 
 INSTANCES = tuple(Instance("mirror.cu", "mirror_rows", {"UNITS": units}) for units in (41, 72, 144))
-_WARPS = 8
-_MAX_CTAS = 16
-"""Rows on their way to the host at a time: 128, which is fast enough and leaves the forward beside it alone."""
+_WARPS = 32
+_MAX_CTAS = 2
+"""Rows on their way to the host at a time: 64, which is fast enough and leaves the forward beside it its bandwidth; on two
+processors, for a kernel that fills all of them in whole waves must not need one more wave."""
 
 
 def mirror_rows(
