@@ -140,15 +140,6 @@ __device__ __forceinline__ void write(Targets to, int unit, Unit u) {
     if (to.host != nullptr) store16(to.host + i64(unit) * 16, u);
 }
 
-struct Table {
-    const int* blocks;
-    i64 stride, seats, pages;
-};
-
-__device__ __forceinline__ i64 look_up(Table table, i64 seat, i64 page) {
-    return seat < table.seats && page >= 0 && page < table.pages ? table.blocks[seat * table.stride + page] : 0;
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_stride,  // strides of rows in bytes
             const void* seats, i64 wide_seats, const void* positions, i64 wide_positions, const unsigned char* writes, i64 num,

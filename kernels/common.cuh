@@ -47,6 +47,16 @@ __device__ inline void store16(void* to, Unit v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// A block table [seats, pages], rows `stride` entries apart; 0 = no block.
+struct BlockTable {
+    const int* blocks;
+    i64 stride, seats, pages;
+};
+
+__device__ inline i64 look_up(BlockTable table, i64 seat, i64 page) {
+    return seat < table.seats && page >= 0 && page < table.pages ? table.blocks[seat * table.stride + page] : 0;
+}
+
 // Copies `count` rows named by lists in shared memory with all threads of the CTA, many loads in flight.
 // A list entry below 0 in `dst` is skipped. `skip`: 16-byte parts at the front that are copied already.
 template <int RowBytes, int Threads, int Unroll>

@@ -15,6 +15,7 @@ from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.handle import HiSparseCacheHandle
 from hisparse.worker.history import History
+from hisparse.worker.host_mirrors import HostMirrors
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
 from hisparse.worker.runtime import HiSparseRuntime
@@ -98,17 +99,19 @@ def build_worker(
     ]
     history = None if host_pool is None else History(layout, cache=cache, host_pool=host_pool, tables=tables)
     is_writer = host_pool is not None and (rank == 0 or not host_pool.is_shared)
+    mirrors = None
+    if host_pool is not None and is_writer:
+        mirrors = HostMirrors(layout, cache=cache, host_pool=host_pool, tables=tables, streams=streams, counters=counters)
     owner = {layer: runtime for runtime, group in zip(runtimes, layout.shape.index_groups) for layer in group.layers}
     handles = [
         HiSparseCacheHandle(
             layout,
             layer,
             cache=cache,
-            host_pool=host_pool,
+            mirrors=mirrors,
             tables=tables,
             runtime=owner[layer],
             counters=counters,
-            is_writer=is_writer,
             history=history,
         )
         for layer in range(layout.shape.num_layers)

@@ -11,7 +11,7 @@ from hisparse.worker.batch import RowBatch
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.history import History
-from hisparse.worker.host_pool import HostPool
+from hisparse.worker.host_mirrors import HostMirrors
 from hisparse.worker.runtime import HiSparseRuntime
 from hisparse.worker.tables import KVTables
 
@@ -32,30 +32,27 @@ class HiSparseCacheHandle:
         layer: int,
         *,
         cache: DeviceCache,
-        host_pool: HostPool | None,
+        mirrors: HostMirrors | None,
         tables: KVTables,
         runtime: HiSparseRuntime,
         counters: Counters,
-        is_writer: bool,
         history: History | None = None,
     ) -> None:
         self.layer = layer
         self._layout = layout
         self._view = cache.view(layer)
         self._group = layout.layer_group[layer]
-        self._host = host_pool
         self._tables = tables
         self._runtime = runtime
         self._counters = counters
         self._ops = ops.backend(cache.device)
         self._history = history
-        self._mirrors = host_pool if is_writer else None
+        self._mirrors = mirrors
 
     def append(self, rows: Tensor | tuple[Tensor, Tensor], batch: RowBatch) -> None:
-        """Writes rows through to the resident page and the mirrored host page, in the layout's row format.
+        """Writes rows to their resident page, in the layout's row format, and through to the mirrored host page.
 
-        Rows that do not write are skipped. Only the host pool's writer writes host rows; the page's row mask gets its
-        bits when every layer has appended.
+        Rows that do not write are skipped. Only the host pool's writer has mirrors (`HostMirrors`).
 
         Args:
             rows: [n, latent + rope], or (latent [n, latent_dim], rope key [n, rope_dim]).
@@ -71,24 +68,23 @@ class HiSparseCacheHandle:
             raise InvariantError(
                 f"layer {self.layer}: rows must be [{batch.num_rows}, {want}], got [{parts[0].shape[0]}, {width}]"
             )
-        host = self._mirrors
         self._ops.append_rows(
             rows,
             batch.seats,
             batch.positions,
             batch.writes,
             resident_table=self._tables.resident(self._group),
-            mirror_table=None if host is None else self._tables.mirrors,
+            mirror_table=None,
             block_size=self._layout.block_size,
             rows_per_block=self._layout.rows_per_block,
             row_offset=self._view.row_offset,
             rows=self._view.rows,
-            host_rows=None if host is None else host.device_rows(self.layer),
+            host_rows=None,
             status=batch.status,
         )
         batch.appended.add(self.layer)
-        if host is not None and len(batch.appended) == self._layout.shape.num_layers:
-            self._mark_rows(host, batch)
+        if self._mirrors is not None:
+            self._mirrors.appended(batch)
 
     def attend(self, q: Tensor, topk: Tensor, batch: RowBatch, scaling: float) -> Tensor:
         """Sparse MLA over the rows that `topk` names.
@@ -122,11 +118,3 @@ class HiSparseCacheHandle:
         if history is not None:
             self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied)
         return out
-
-    def _mark_rows(self, host: HostPool, batch: RowBatch) -> None:
-        """Every layer has the batch's rows: sets their bits in the row masks, and counts what was mirrored."""
-        size, mirrors = self._layout.block_size, self._tables.mirrors
-        self._ops.mark_rows(batch.seats, batch.positions, batch.writes, mirrors, host.device_masks, block_size=size)
-        page = mirrors[batch.seats.long().clamp(min=0), batch.positions // size]
-        mirrored = (page > 0) & batch.writes & (batch.seats >= 0)
-        self._counters.add("mirrored_rows", batch.seats, mirrored * self._layout.shape.num_layers)

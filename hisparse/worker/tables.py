@@ -88,6 +88,15 @@ class KVTables:
 
     # ---- named tables
     @property
+    def flat(self) -> Tensor:
+        """int32, the allocation in which all of them lie; `first_of_resident` is where one begins."""
+        return self._flat
+
+    def first_of_resident(self, group: int) -> int:
+        """Entry of `flat` where the block table of the group-th resident group begins."""
+        return self._first[self.layout.residents[group].group_id]
+
+    @property
     def indexer(self) -> Tensor:
         return self.tables[self.layout.indexer.group_id]
 

@@ -10,7 +10,7 @@ from hisparse.errors import ConfigError
 from hisparse.ops.cuda.module import Instance, compile_cubin
 from hisparse.ops.sources import kernel_sources
 
-WRAPPERS = ("append", "indexer", "pages", "replay", "resolve")
+WRAPPERS = ("append", "mirror", "indexer", "pages", "replay", "resolve")
 INSTANCES = [instance for name in WRAPPERS for instance in importlib.import_module(f"hisparse.ops.cuda.{name}").INSTANCES]
 
 

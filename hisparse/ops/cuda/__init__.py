@@ -3,6 +3,7 @@
 from hisparse.ops.cuda.append import append_rows, mark_rows
 from hisparse.ops.cuda.attention import sparse_mla
 from hisparse.ops.cuda.indexer import index_topk, write_keys
+from hisparse.ops.cuda.mirror import mirror_rows
 from hisparse.ops.cuda.pages import PageCopier, copy_pages
 from hisparse.ops.cuda.replay import replay, reset_seats
 from hisparse.ops.cuda.resolve import resolve, resolve_pages
@@ -14,6 +15,7 @@ __all__ = [
     "copy_pages",
     "index_topk",
     "mark_rows",
+    "mirror_rows",
     "replay",
     "reset_seats",
     "resolve",

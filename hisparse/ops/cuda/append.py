@@ -61,7 +61,7 @@ def append_rows(
     Raises:
         InvariantError: shapes, dtypes or strides that the kernel cannot take. ConfigError: a dtype without an instance.
     """
-    num = _check_batch(seats, positions, writes)
+    num = check_batch(seats, positions, writes)
     if not num:
         return
     latent, rope = new if isinstance(new, tuple) else (new, None)
@@ -93,10 +93,10 @@ def append_rows(
         32 * warps,
         (
             latent, latent.stride(0) * latent.element_size(), rope, rope.stride(0) * rope.element_size(),
-            *_batch_arguments(seats, positions, writes), num,
-            *_table_arguments(resident_table), *_table_arguments(mirror),
-            _shift(block_size), rows_per_block, row_offset,
-            rows, rows.shape[0], host, 0 if host is None else host.shape[0], _status(status),
+            *batch_arguments(seats, positions, writes), num,
+            *table_arguments(resident_table), *table_arguments(mirror),
+            shift_of(block_size), rows_per_block, row_offset,
+            rows, rows.shape[0], host, 0 if host is None else host.shape[0], check_status(status),
         ),
     )
 
@@ -118,15 +118,15 @@ def mark_rows(
     Args: as `append_rows`. row_masks: int64 [host blocks], contiguous; atomic, so launches may overlap.
     Stream: the current one; no synchronisation; capture-safe after a first call.
     """
-    num = _check_batch(seats, positions, writes)
+    num = check_batch(seats, positions, writes)
     if row_masks.dtype != torch.int64 or not row_masks.is_contiguous():
         raise InvariantError(f"row_masks must be contiguous int64, got {row_masks.dtype} with strides {row_masks.stride()}")
     if num:
         kernel("append.cu", "mark_rows")(
             (-(-num // _MARK_THREADS),),
             _MARK_THREADS,
-            (*_batch_arguments(seats, positions, writes), num, *_table_arguments(mirror_table), _shift(block_size), row_masks,
-             row_masks.shape[0], _status(status)),
+            (*batch_arguments(seats, positions, writes), num, *table_arguments(mirror_table), shift_of(block_size), row_masks,
+             row_masks.shape[0], check_status(status)),
         )
 
 
@@ -142,7 +142,7 @@ def _append_kernel(latent: Tensor, rope: Tensor, latent_dim: int, rope_dim: int,
     return kernel("append.cu", "append_rows", **_defines(latent_dim, rope_dim, new_bytes, row_format, aligned, warps))
 
 
-def _check_batch(seats: Tensor, positions: Tensor, writes: Tensor) -> int:
+def check_batch(seats: Tensor, positions: Tensor, writes: Tensor) -> int:
     if seats.ndim != 1 or positions.shape != seats.shape or writes.shape != seats.shape:
         raise InvariantError(
             f"seats, positions and writes must be [n], got {list(seats.shape)}, {list(positions.shape)}, {list(writes.shape)}"
@@ -154,12 +154,12 @@ def _check_batch(seats: Tensor, positions: Tensor, writes: Tensor) -> int:
     return int(seats.shape[0])
 
 
-def _batch_arguments(seats: Tensor, positions: Tensor, writes: Tensor) -> tuple[Tensor | int, ...]:
+def batch_arguments(seats: Tensor, positions: Tensor, writes: Tensor) -> tuple[Tensor | int, ...]:
     seats, positions, writes = seats.contiguous(), positions.contiguous(), writes.contiguous()
     return seats, int(seats.dtype == torch.int64), positions, int(positions.dtype == torch.int64), writes
 
 
-def _table_arguments(table: Tensor | None) -> tuple[Tensor | int | None, ...]:
+def table_arguments(table: Tensor | None) -> tuple[Tensor | int | None, ...]:
     if table is None:
         return None, 0, 0, 0
     if table.dtype != torch.int32 or table.ndim != 2 or table.stride(1) != 1:
@@ -173,13 +173,13 @@ def _rows_of(part: Tensor, num: int) -> Tensor:
     return part if part.stride(1) == 1 or part.shape[1] == 0 else part.contiguous()
 
 
-def _shift(block_size: int) -> int:
+def shift_of(block_size: int) -> int:
     if block_size & (block_size - 1) or not 1 <= block_size <= 64:
         raise InvariantError(f"block_size must be a power of two up to 64, got {block_size}")
     return block_size.bit_length() - 1
 
 
-def _status(status: Tensor | None) -> Tensor | None:
+def check_status(status: Tensor | None) -> Tensor | None:
     if status is not None and (status.dtype != torch.int32 or status.numel() != 4 or not status.is_contiguous()):
         raise InvariantError(f"status must be contiguous int32 [4], got {status.dtype} {list(status.shape)}")
     return status

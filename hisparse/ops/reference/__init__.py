@@ -9,7 +9,7 @@ from hisparse.ops.reference.indexer import index_topk, write_keys
 from hisparse.ops.reference.pages import PageCopier
 from hisparse.ops.reference.resolve import replay, reset_seat, reset_seats, resolve, resolve_pages
 from hisparse.ops.reference.rope import rotate_heads
-from hisparse.ops.reference.rows import append, append_rows, copy_pages, mark_rows
+from hisparse.ops.reference.rows import append, append_rows, copy_pages, mark_rows, mirror_rows
 
 __all__ = [
     "DEFAULT_GATHER_ROWS",
@@ -20,6 +20,7 @@ __all__ = [
     "dequantize_rows",
     "index_topk",
     "mark_rows",
+    "mirror_rows",
     "quantize_rows",
     "replay",
     "reset_seat",

@@ -81,6 +81,51 @@ def append_rows(
     append(packed[index], rows, ids, host_rows, host_ids)
 
 
+def mirror_rows(
+    seats: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    layers: Tensor,
+    *,
+    tables: Tensor,
+    resident_table: Tensor,
+    mirror_table: Tensor,
+    block_size: int,
+    rows_per_block: int,
+    rows: Tensor,
+    host_body: Tensor,
+    host_rows: int,
+    status: Tensor | None = None,
+) -> None:
+    """Copies the rows that a forward appended in some layers from their resident pages to the mirrored host pages.
+
+    Rows that did not write, padding rows, and rows without a mirror or without a resident page are left out.
+
+    Args:
+        seats, positions: int [n]; (seat, position) of the writing rows are distinct. writes: bool [n].
+        layers: int64 [m, 3]: per layer the entry of `tables` where its resident table begins, its row offset, and the row of
+            `host_body` where its rows begin.
+        tables: int32, flat: the allocation of all tables. resident_table: any of them, for its shape.
+        mirror_table: int32 [seats, pages], 0 = no mirror. rows_per_block: geometry of every layer.
+        rows: [device rows, row_elems]. host_body: [layers * host_rows, row_elems], changed in place.
+        host_rows: rows of one layer in it, block_size for each host block.
+        status: not written here; kernels report NO_TARGET in it where this raises.
+    Raises:
+        InvariantError: a mirror outside the pool. Nothing of that layer is written.
+    """
+    _, seat, position = _writing(seats, positions, writes)
+    host_block = _look_up(mirror_table, seat, position, block_size)
+    host_ids = host_block * block_size + position % block_size
+    if bool((host_ids >= host_rows).any()):
+        raise InvariantError(f"a mirror is host block {int(host_block.max())}, but there are {host_rows // block_size}")
+    for first, row_offset, host_row in layers.tolist():
+        table = tables.as_strided(resident_table.shape, resident_table.stride(), tables.storage_offset() + first)
+        block = _look_up(table, seat, position, block_size)
+        mirrored = (block > 0) & (host_block > 0)
+        ids = (block * rows_per_block + row_offset + position % block_size)[mirrored]
+        host_body.index_copy_(0, host_ids[mirrored] + host_row, rows.index_select(0, ids))
+
+
 def mark_rows(
     seats: Tensor, positions: Tensor, writes: Tensor, mirror_table: Tensor, row_masks: Tensor, *, block_size: int
 ) -> None:
