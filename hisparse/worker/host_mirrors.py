@@ -20,8 +20,8 @@ class HostMirrors:
     """Copies new rows from their resident pages to the host pages behind them; only the rank that writes the pool has one.
 
     Several layers go in one copy, on the mirror stream, and slowly: stores that fill the bus hold up every kernel beside them.
-    Before the last layer's attention the compute stream waits for the last copy, which is of one layer only; then the rows' bits
-    in their pages' masks are set.
+    Before the last layer's attention the compute stream waits for the last copy, which is of one layer only; then the rows'
+    bits in their pages' masks are set.
     """
 
     def __init__(self, layout: KVCacheLayout, *, cache: DeviceCache, host_pool: HostPool, tables: KVTables, streams: Streams,
