@@ -16,7 +16,6 @@ INT32_ROWS = 1 << 31
 GROUP_SLOTS = 16
 MAX_ENTRIES = 32766
 """Entries of one request's rows: a claim's code has 16 bits."""
-DEFAULT_SHARED_BYTES = 48 << 10
 _CLUSTERS = ((2, 16), (16, 8), (64, 4), (128, 2))
 """(requests, CTAs of each), measured on an H200: few requests need many CTAs to keep the host link busy."""
 
@@ -75,9 +74,10 @@ class Geometry:
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
         entries = self.query_rows * (self.top_k // self.cluster)
-        words = (self.query_rows + 1) * (slots // 32)
-        pairs = entries + 1 + self.hash_capacity
-        return 16 * entries + 8 * (entries + 1) + 4 * (words + hot_blocks) + 8 * pairs + 2 * self.query_rows * self.top_k
+        bitmaps = self.query_rows * (self.groups * self.threads // 2) * (1 if self.cluster == 1 else 2)
+        words = bitmaps + slots // 32 + hot_blocks
+        pairs = 2 * (entries + 1) + self.hash_capacity
+        return 16 * entries + 4 * words + 8 * pairs + 2 * self.query_rows * self.top_k
 
     def instance(self, row_bytes: int, block_size: int) -> Instance:
         return Instance("resolve.cu", "resolve", {
@@ -208,8 +208,7 @@ def _loaded(geometry: Geometry, row_bytes: int, block_size: int, shared: int, de
     loaded = kernel(instance.source, instance.function, **instance.defines)
     if geometry.cluster > 8:
         loaded.allow_large_clusters()
-    if shared > DEFAULT_SHARED_BYTES:
-        loaded.allow_shared_bytes(shared)
+    loaded.allow_shared_bytes(shared)
     return loaded
 
 
