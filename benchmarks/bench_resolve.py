@@ -240,15 +240,17 @@ def tune(pool: Tensor, timer: gpu.ColdTimer) -> None:
     for (batch, clusters), misses in itertools.product(tried.items(), (0, 41, 205)):
         bench = Bench(batch, 656, 4096, pool, pool.numel() // 656 // BLOCK * BLOCK)
         base, line = Geometry.choose(batch, 1, TOP_K, 4096), []
-        for cluster, threads, per_sm in itertools.product(clusters, (128, 256), (1, 2, 3) if batch >= 64 else (1,)):
+        shapes = itertools.product(clusters, (128, 256), (1, 2, 3) if batch >= 64 else (1,), (2, 4, 8) if misses else (4,))
+        for cluster, threads, per_sm, unroll in shapes:
             if threads == 128 and batch > 1:
                 continue
-            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, groups=256 // threads)
+            geometry = replace(base, cluster=cluster, threads=threads, ctas_per_sm=per_sm, groups=256 // threads, unroll=unroll)
+            name = f"{cluster}x{threads}/{per_sm} u{unroll}"
             try:
                 got = bench.measure(timer, misses, launches=4, replays=5, geometry=geometry, copies=False)
-                line.append(f"{cluster}x{threads}/{per_sm}: {got['us']:.1f}")
+                line.append(f"{name}: {got['us']:.1f}")
             except Exception as error:
-                line.append(f"{cluster}x{threads}/{per_sm}: {type(error).__name__} {str(error)[:60]}")
+                line.append(f"{name}: {type(error).__name__} {str(error)[:60]}")
         print(f"B={batch} miss={misses}: " + "  ".join(line), flush=True)
 
 

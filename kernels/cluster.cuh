@@ -13,6 +13,11 @@ __device__ inline void cluster_arrive() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
+// No memory access is ordered by it: says that this CTA runs, or that it is done with the others' shared memory.
+__device__ inline void cluster_arrive_relaxed() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ inline void cluster_wait() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -55,17 +60,6 @@ __device__ inline uint4 read16_from(const void* p, u32 cta) {
 __device__ inline void write_to(i32* p, u32 cta, i32 v) {
     if (CLUSTER == 1) *(volatile i32*)p = v;
     else asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" :: "r"(remote(p, cta)), "r"(v) : "memory");
-}
-
-__device__ inline void write16_to(void* p, u32 cta, uint4 v) {
-    if (CLUSTER == 1) *(uint4*)p = v;
-    else asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
-                      :: "r"(remote(p, cta)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-__device__ inline void set_bits(u32* p, u32 cta, u32 bits) {
-    if (CLUSTER == 1) atomicOr(p, bits);
-    else asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" :: "r"(remote(p, cta)), "r"(bits) : "memory");
 }
 
 __device__ inline i32 swap_if(i32* p, u32 cta, i32 seen, i32 value) {

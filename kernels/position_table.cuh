@@ -13,7 +13,7 @@ struct DirectTable {
 
     __device__ void clear() {}
     __device__ bool build(const i32*, i32, u32) { return true; }
-    __device__ i32 find(i32 position) const { return pos_slot[position]; }  // below 0: not hot (or claimed by now)
+    __device__ i32 find(i32 position) const { return pos_slot[(u32)position]; }  // below 0: not hot (or claimed by now)
 
     // Whether another entry claimed the position before.
     __device__ bool claim(i32 position, i32 entry) {

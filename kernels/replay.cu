@@ -5,14 +5,14 @@
 // Requires   plan entries name distinct device rows; a device row below 0 is skipped.
 // Ordering   after the leader's resolve and before this layer's attention, on streams that say so.
 // Determinism  bytes are copied, each row by one CTA.
-#include "common.cuh"
+#include "copies.cuh"
 
 constexpr int MAX_COPIES = TOP_K / PARTS + 1;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 replay(const i32* plan_host, const i32* plan_device, const i32* plan_count, i64 stride, i64 row_delta, const u8* host_rows,
        u8* rows) {
-    __shared__ i32 src[MAX_COPIES], dst[MAX_COPIES];
+    __shared__ i32 src[MAX_COPIES], dst[MAX_COPIES], scratch[BUCKETS + 64];
     const i64 n = blockIdx.y;
     const i32 all = plan_count[n], part = blockIdx.x;
     const i32 from = (i32)((i64)all * part / PARTS), count = (i32)((i64)all * (part + 1) / PARTS) - from;
@@ -22,6 +22,6 @@ replay(const i32* plan_host, const i32* plan_device, const i32* plan_count, i64 
         dst[i] = plan_device[n * stride + from + i];
     }
     __syncthreads();
-    sort_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS>(src, dst, count);
+    if (count >= SORT_FROM) order_by_source<THREADS, (MAX_COPIES + THREADS - 1) / THREADS, BUCKETS>(src, dst, count, scratch);
     copy_rows<ROW_BYTES, THREADS, UNROLL>(host_rows, rows, src, dst, (i32)row_delta, count);
 }

@@ -155,7 +155,8 @@ def test_geometry_does_not_change_the_result() -> None:
     from hisparse.ops.cuda.resolve import Geometry
 
     base = Geometry.choose(4, 1, 2048, 2048)
-    for cluster, threads, eager in ((1, 256, 0), (2, 256, 1), (4, 128, 1), (8, 512, 0), (16, 128, 1), (16, 256, 1)):
+    for cluster, threads, eager in ((1, 256, 0), (1, 512, 1), (2, 256, 1), (2, 512, 0), (4, 128, 1), (8, 512, 0), (16, 128, 1),
+                                    (16, 256, 1)):
         world = World(seats=4, pages=64, hot=2048, hot_max=2048, row_bytes=48, seed=7)
         geometry = replace(base, cluster=cluster, threads=threads, eager=eager, ctas_per_sm=1,
                            groups=max(1, 2048 // 16 // threads))

@@ -10,7 +10,7 @@ from hisparse.ops.cuda.module import Instance, kernel
 from hisparse.ops.values import DeviceMissPlan, HotState
 
 THREADS = 256
-UNROLL = 8
+UNROLL = 4
 
 
 def _parts(rows: int) -> int:

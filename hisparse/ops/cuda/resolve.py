@@ -16,9 +16,10 @@ INT32_ROWS = 1 << 31
 GROUP_SLOTS = 16
 MAX_ENTRIES = 32766
 """Entries of one request's rows: a claim's code has 16 bits."""
-DEFAULT_SHARED_BYTES = 48 << 10
 _CLUSTERS = ((2, 16), (16, 8), (64, 4), (128, 2))
 """(requests, CTAs of each), measured on an H200: few requests need many CTAs to keep the host link busy."""
+_UNROLL = {8: 2}
+"""Loads of a thread in flight by cluster size, else 4; measured, too. With 8, most copies are up to 10 % slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,8 @@ class Geometry:
     Attributes:
         cluster: CTAs per request. threads: of a CTA. top_k: columns rounded up to a bucket.
         groups: groups of 16 slots whose counters a thread holds. eager: load the position table before the region's size
-            is known (lower latency, more traffic). ctas_per_sm: what registers must leave room for.
+            is known (lower latency, more traffic). ctas_per_sm: what registers must leave room for. unroll: loads of a thread
+            in flight.
     """
 
     cluster: int
@@ -38,7 +40,7 @@ class Geometry:
     groups: int
     eager: int
     ctas_per_sm: int
-    unroll: int = 8
+    unroll: int = 4
     hash_capacity: int = 0
 
     @classmethod
@@ -70,14 +72,15 @@ class Geometry:
             capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
         ctas_per_sm = 1 if capacity else 3 if cluster == 4 and query_rows * groups == 1 else 2
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
-                   eager=int(cluster >= 8), ctas_per_sm=ctas_per_sm, hash_capacity=capacity)
+                   eager=int(cluster >= 8), ctas_per_sm=ctas_per_sm, unroll=_UNROLL.get(cluster, 4), hash_capacity=capacity)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
         entries = self.query_rows * (self.top_k // self.cluster)
-        words = (self.query_rows + 1) * (slots // 32)
-        pairs = entries + 1 + self.hash_capacity
-        return 16 * entries + 8 * (entries + 1) + 4 * (words + hot_blocks) + 8 * pairs + 2 * self.query_rows * self.top_k
+        bitmaps = self.query_rows * (self.groups * self.threads // 2) * (1 if self.cluster == 1 else 2)
+        words = bitmaps + slots // 32 + hot_blocks
+        pairs = 2 * (entries + 1) + self.hash_capacity
+        return 16 * entries + 4 * words + 8 * pairs + 2 * self.query_rows * self.top_k
 
     def instance(self, row_bytes: int, block_size: int) -> Instance:
         return Instance("resolve.cu", "resolve", {
@@ -208,8 +211,7 @@ def _loaded(geometry: Geometry, row_bytes: int, block_size: int, shared: int, de
     loaded = kernel(instance.source, instance.function, **instance.defines)
     if geometry.cluster > 8:
         loaded.allow_large_clusters()
-    if shared > DEFAULT_SHARED_BYTES:
-        loaded.allow_shared_bytes(shared)
+    loaded.allow_shared_bytes(shared)
     return loaded
 
 
