@@ -13,7 +13,7 @@
 //   Ordering   none inside a launch. Host writes are visible to the host once an event behind the launch has happened.
 //   Determinism  each byte is written once, by one thread.
 //
-// copy_runs, gather_pages: the same copy loop, driven by first rows, or by one seat's rows of the block tables; see each.
+// gather_pages: the same copy loop, driven by one seat's rows of the block tables.
 
 #include "common.cuh"
 
@@ -64,19 +64,6 @@ copy_pages(const int* list, i64 width, i64 num_pages, const i64* parts, i64 num_
         if (from == 0 || (to == 0 && second == 0)) continue;
         copy_bytes(reinterpret_cast<const char*>(from), reinterpret_cast<char*>(to), reinterpret_cast<char*>(second),
                    wanted < most ? wanted : most);
-    }
-}
-
-// Runs of `num_rows` rows: target row target_first[i] + j = source row source_first[i] + j. Item = a piece of at most `piece_bytes`
-// of one run, pieces innermost. No bounds are checked here; targets are distinct and no source is a target.
-extern "C" __global__ void __launch_bounds__(THREADS)
-copy_runs(char* target, const i64* target_first, const char* source, const i64* source_first, i64 num_runs, i64 run_bytes,
-          i64 row_bytes, i64 piece_bytes) {
-    const i64 pieces = (run_bytes + piece_bytes - 1) / piece_bytes;
-    for (i64 item = blockIdx.x; item < num_runs * pieces; item += gridDim.x) {
-        const i64 run = item / pieces, start = (item - run * pieces) * piece_bytes, rest = run_bytes - start;
-        copy_bytes(source + source_first[run] * row_bytes + start, target + target_first[run] * row_bytes + start, nullptr,
-                   rest < piece_bytes ? rest : piece_bytes);
     }
 }
 

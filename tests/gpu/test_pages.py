@@ -84,30 +84,6 @@ def test_between_device_and_host(layout, operation, path, memory):
         ours.check(pools)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 64, 500])
-def test_runs_of_rows_are_the_references(layout, num_rows, memory):
-    from hisparse.ops.cuda.pages import copy_pages
-
-    pools = Pools.random(layout, DEVICE, HOST, 11)
-    ours, make = OnDevice(pools, memory), torch.Generator().manual_seed(num_rows)
-    total, host_total = pools.rows.shape[0], pools.host_rows[0].shape[0]
-    to_host = torch.randperm(host_total // num_rows, generator=make)[:40] * num_rows
-    sources = torch.randint(0, total - num_rows, to_host.shape, generator=make)
-    copy_pages(ours.host_rows[2], to_host.cuda(), ours.rows, sources.cuda(), num_rows, ctas=5)
-    reference.copy_pages(pools.host_rows[2], to_host, pools.rows, sources, num_rows)
-    both = torch.randperm(total // num_rows, generator=make)[: 2 * (total // num_rows // 2)].view(2, -1) * num_rows
-    copy_pages(ours.rows, both[0].cuda(), ours.rows, both[1].cuda(), num_rows)
-    reference.copy_pages(pools.rows, both[0], pools.rows, both[1], num_rows)
-    ours.check(pools)
-    copy_pages(ours.rows, both[0, :0].cuda(), ours.rows, both[1, :0].cuda(), num_rows)
-    for change, words in (({"dst_first": both[0].cuda().int()}, "int64"), ({"src": ours.rows[:, :16]}, "alike"),
-                          ({"dst_first": both[0, :1].cuda()}, "alike")):
-        arguments = {"dst": ours.rows, "dst_first": both[0].cuda(), "src": ours.rows, "src_first": both[1].cuda(), **change}
-        with pytest.raises(InvariantError, match=words):
-            copy_pages(num_rows=num_rows, **arguments)
-    ours.check(pools)
-
-
 @pytest.mark.parametrize("ctas", [1, 7, 64])
 def test_any_number_of_ctas_copies_the_same(ctas, memory):
     layout = LAYOUTS["fp8_ds_mla"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
 from hisparse.ops.cuda.copy_engine import copy_strided
+from hisparse.ops.cuda.list_upload import ListUploads
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
 from hisparse.ops.page_list import ListRules, PageList, runs
 from hisparse.ops.reference.pages import check_gather, check_staging, staged_page
@@ -38,7 +39,6 @@ _PLACE = -1
 
 INSTANCES = (
     Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
-    Instance("pages.cu", "copy_runs", {"THREADS": THREADS, "UNROLL": UNROLL}),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
 )
 Path = Literal["auto", "kernel", "engine"]
@@ -53,38 +53,6 @@ class _Parts:
     source_stride: int
     target_stride: int
     second_stride: int = 0
-
-
-def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int, *, ctas: int = COPY_CTAS) -> None:
-    """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`, on a bounded number of CTAs.
-
-    For whole pages of all layers, `PageCopier` needs one short list instead of a first row for each page and layer.
-
-    Args:
-        dst, src: rows, contiguous, cuda (or aliases of registered host memory), of one dtype and width; 16-byte aligned.
-        dst_first, src_first: int64 [m], cuda; inside the pools, dst distinct, no row both read and written (not checked).
-    Stream: the current one; no synchronisation; capture-safe after a first call.
-    Raises:
-        InvariantError: shapes, dtypes or strides that the kernel cannot take.
-    """
-    if dst.shape[1:] != src.shape[1:] or dst.dtype != src.dtype or dst_first.shape != src_first.shape or dst_first.ndim != 1:
-        raise InvariantError(f"rows {list(dst.shape)} {dst.dtype} from {list(src.shape)} {src.dtype}, first rows "
-                             f"{list(dst_first.shape)} from {list(src_first.shape)}: both sides must be alike")
-    row_bytes = dst.shape[1] * dst.element_size()
-    for place in (dst, src):
-        if not place.is_contiguous() or place.data_ptr() % 16 or row_bytes % 16:
-            raise InvariantError(f"rows must be contiguous and whole 16-byte units, got {list(place.shape)} {place.dtype} with "
-                                 f"strides {place.stride()}")
-    for first in (dst_first, src_first):
-        if first.dtype != torch.int64 or not first.is_contiguous():
-            raise InvariantError(f"first rows must be contiguous int64, got {first.dtype} with strides {first.stride()}")
-    num, run_bytes = dst_first.shape[0], num_rows * row_bytes
-    if num and num_rows:
-        _kernel("copy_runs")(
-            (min(ctas, num * -(-run_bytes // PIECE_BYTES)),),
-            THREADS,
-            (dst, dst_first, src, src_first, num, run_bytes, row_bytes, PIECE_BYTES),
-        )
 
 
 class PageCopier:
@@ -109,7 +77,10 @@ class PageCopier:
         if host_rows and (len(host_rows) != layout.shape.num_layers or len({tuple(host.shape) for host in host_rows}) != 1):
             raise InvariantError(f"host_rows must be {layout.shape.num_layers} equal tensors, one a layer: {len(host_rows)}")
         self.ctas = ctas
+        if layout.row.row_bytes % 16:
+            raise InvariantError(f"rows must be whole 16-byte units, got rows of {layout.row.row_bytes} bytes")
         self._layout, self._rows, self._host = layout, rows, tuple(host_rows)
+        self._lists = ListUploads(rows.device)
         self._blocks = rows.shape[0] // layout.rows_per_block
         self._host_blocks = self._host[0].shape[0] // layout.block_size if self._host else 0
         self._rules = ListRules(layout, self._blocks, self._host_blocks)
@@ -213,12 +184,16 @@ class PageCopier:
                 self._by_engine(parts, pages, pieces, source_base)
                 return
         num_parts = parts.lines.shape[0]
-        _kernel("copy_pages")(
-            (min(self.ctas, num * num_parts),),
-            THREADS,
-            (self._upload(pages), pages.shape[1], num, parts.on_device, num_parts, self._layout.row.row_bytes,
-             source_base, parts.source_stride, parts.target_stride, parts.second_stride),
-        )
+        listed = self._lists.upload(pages)
+        try:
+            _kernel("copy_pages")(
+                (min(self.ctas, num * num_parts),),
+                THREADS,
+                (listed.address, pages.shape[1], num, parts.on_device, num_parts, self._layout.row.row_bytes,
+                 source_base, parts.source_stride, parts.target_stride, parts.second_stride),
+            )
+        finally:
+            listed.launched()
 
     def _by_engine(self, parts: _Parts, pages: PageList, pieces: npt.NDArray[np.int64], source_base: int) -> None:
         """One strided copy for each piece, layer and target."""
@@ -246,12 +221,6 @@ class PageCopier:
         assert lines.shape[1] == _PART_WORDS
         return _Parts(lines=lines, on_device=torch.from_numpy(lines).to(self._rows.device), source_stride=strides[0],
                       target_stride=strides[1], second_stride=strides[2] if second is not None else 0)
-
-    def _upload(self, pages: PageList) -> Tensor:
-        """torch's pinned cache keeps the host copy until the stream has read it."""
-        pinned = torch.empty(pages.shape, dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[...] = pages
-        return pinned.to(self._rows.device, non_blocking=True)
 
 
 def _kernel(function: str) -> Kernel:
