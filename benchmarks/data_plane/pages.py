@@ -13,7 +13,8 @@ from torch import Tensor
 from benchmarks.data_plane.gpu import cpu_us, device_us, graph_of
 from benchmarks.report import Row
 from hisparse.layout import KVCacheLayout, ModelShape
-from hisparse.ops.cuda.pages import PageCopier, Path
+from hisparse.ops.cuda.module import kernel
+from hisparse.ops.cuda.pages import THREADS, UNROLL, PageCopier, Path
 from hisparse.ops.page_list import PageList, page_list
 from hisparse.ops.reference.pages import staged_page
 from tests.gpu.host_memory import HostMemory
@@ -26,6 +27,7 @@ GLM52 = {
 COUNTS = (64, 256, 512)
 SHARE = 0.85
 CPU_BAR_US = 50.0
+LAUNCH_BAR_US = 8.0
 PATHS: tuple[Path, ...] = ("kernel", "engine")
 
 
@@ -91,10 +93,11 @@ def _ids(column: npt.NDArray[np.int32]) -> Tensor:
 def measure(quick: bool) -> list[Row]:
     layout, most = small_layout(), 16 if quick else max(COUNTS)
     host_blocks = 40 if quick else 640
-    rows, repeats = [], 3 if quick else 9
+    repeats = 3 if quick else 9
     with HostMemory(host_blocks * layout.host_block_bytes) as memory:
         world = World(layout, memory, host_blocks, most)
         copier, staging = world.copier, world.staging
+        rows = [_launch(world, bars=not quick)]
         for count in (16,) if quick else COUNTS:
             size, pages = count * layout.host_block_bytes, world.scattered(count)
             to_host, to_device = _engine(memory.cuda, staging, size, repeats)
@@ -138,6 +141,14 @@ def _row(world: World, case: str, pages: PageList, run: Callable[[], object], en
         Row(case=f"{case}, CPU", value=cpu.median, unit="us", bar=CPU_BAR_US if bars else None, best=cpu.best, p90=cpu.p90,
             max=cpu.max),
     ]
+
+
+def _launch(world: World, *, bars: bool) -> Row:
+    """CPU time of a bare launch of a copy without pages."""
+    copy, nothing = kernel("pages.cu", "copy_pages", THREADS=THREADS, UNROLL=UNROLL), (None, 12, 0, None, 0, 656, 0, 1, 1, 0)
+    times = cpu_us(lambda: [copy((1,), THREADS, nothing) for _ in range(100)], 9)
+    return Row(case="launch of a kernel with 10 arguments, CPU", value=times.median / 100, unit="us", bar=LAUNCH_BAR_US if bars
+               else None, best=times.best / 100, p90=times.p90 / 100, max=times.max / 100)
 
 
 def _engine(host: Tensor, device: Tensor, size: int, repeats: int) -> tuple[float, float]:

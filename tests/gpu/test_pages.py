@@ -13,6 +13,7 @@ from hisparse.layout import KVCacheLayout
 from hisparse.ops import reference
 from hisparse.ops.page_list import page_list, pair_list
 from hisparse.ops.status import NO_PAGE
+from tests.gpu.gate import Gate, no_waiting
 from tests.gpu.host_memory import HostMemory
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
 
@@ -185,19 +186,49 @@ def test_gather_in_a_graph_follows_its_tables(memory):
 
 
 def test_many_batches_follow_each_other_without_waiting(memory):
-    """Lists are uploaded from pinned memory that the next batch must not overwrite; a long copy delays the stream."""
+    """Lists go up through buffers that a later batch must not overwrite: forty batches are queued while the device is held."""
     layout = LAYOUTS["fp8_ds_mla, 41,984 bytes"]
-    pools = Pools.random(layout, DEVICE, HOST, 9)
-    ours, ballast = OnDevice(pools, memory, ctas=1), torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    side = torch.cuda.Stream()
+    pools, gate = Pools.random(layout, DEVICE, HOST, 9), Gate()
+    ours, side = OnDevice(pools, memory, ctas=1), torch.cuda.Stream()
+    ours.copier.copy_blocks(pair_list([(3, 4)], 1))
+    pools.copy_blocks(pair_list([(3, 4)], 1))
+    torch.cuda.synchronize()
+    batches = [("spill" if seed % 2 else "restore", random_pages(layout, 5, seed)) for seed in range(40)]
+    for operation, pages in batches:
+        getattr(pools, operation)(pages)
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ballast.fill_(1), ballast.fill_(2)
-        for seed in range(40):
-            pages = random_pages(layout, 5, seed)
-            (ours.copier.spill if seed % 2 else ours.copier.restore)(pages)
-            (pools.spill if seed % 2 else pools.restore)(pages)
+    with torch.cuda.stream(side), no_waiting():
+        gate.hold(side)
+        for operation, pages in batches:
+            getattr(ours.copier, operation)(pages)
+        assert not side.query()
+        gate.open()
     torch.cuda.current_stream().wait_stream(side)
+    ours.check(pools)
+
+
+def test_long_lists_and_lists_from_two_streams(memory):
+    """A list longer than a buffer, and one stream that is late while another goes on."""
+    layout = LAYOUTS["one group"]
+    pools, gate = Pools.random(layout, DEVICE, HOST, 10), Gate()
+    ours, late = OnDevice(pools, memory), torch.cuda.Stream()
+    pages = random_pages(layout, 100, 10)
+    ours.copier.spill(pages)
+    pools.spill(pages)
+    torch.cuda.synchronize()
+    gate.hold(late)
+    with torch.cuda.stream(late):
+        ours.copier.copy_blocks(pair_list([(1, 2)], 1))
+    for _ in range(300):
+        ours.copier.copy_blocks(pair_list([(5, 6)], 1))
+        torch.cuda.current_stream().synchronize()
+    gate.close()
+    for pair in ((1, 2), (5, 6)):
+        pools.copy_blocks(pair_list([pair], 1))
+    many = np.repeat(pair_list([(7, 8)], 1), 3000, axis=0)
+    many[:, 2] = 8
+    ours.copier.copy_blocks(many)
+    pools.copy_blocks(many[:1])
     ours.check(pools)
 
 
