@@ -1,4 +1,4 @@
-"""Lists of pages to copy: which rows of which blocks, as an int32 array that is uploaded once a batch."""
+"""Lists of pages to copy: which rows of which blocks, as an int32 array."""
 
 from __future__ import annotations
 
@@ -83,16 +83,3 @@ class _Ranges:
             at, column = (int(index[0]) for index in np.nonzero(outside))
             name, least, limit = self._columns[column]
             raise InvariantError(f"a page list names {name} {int(pages[at, column])}, outside {least}..{limit - 1}")
-
-
-def runs(pages: PageList) -> npt.NDArray[np.int64]:
-    """Where a list can be cut so that inside a piece every id rises by one and the rows are alike.
-
-    Returns: int64 [pieces + 1], first pages of the pieces, and the end.
-    Example: blocks (4, 9), (5, 10), (6, 12): [0, 2, 3].
-    """
-    if not len(pages):
-        return np.zeros(1, dtype=np.int64)
-    step = np.diff(pages, axis=0)
-    breaks = (step[:, 0] != 0) | (step[:, 1:] != 1).any(axis=1)
-    return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(pages)])).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Page copies by the kernel and by the copy engine against copies of single byte ranges, over whole pools."""
+"""Page copies against copies of single byte ranges, over whole pools."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OnDevice:
         self.host_rows = [as_rows(pools.layout, layer) for layer in alias]
         self.rows = as_rows(pools.layout, self.device)
         assert self.rows.data_ptr() == self.device.data_ptr()
-        self.copier = PageCopier(pools.layout, self.rows, self.host_rows, ctas=ctas)
+        self.copier = PageCopier(pools.layout, self.rows, self.host_rows, ctas=ctas, send_ctas=ctas)
 
     def check(self, want: Pools) -> None:
         torch.cuda.synchronize()
@@ -73,14 +73,13 @@ def random_pages(layout, count, seed, *, in_runs=False, whole=False):
     return page_list(hosts, blocks, size if whole else rng.integers(0, size + 1, count))
 
 
-@pytest.mark.parametrize("path", ["kernel", "engine", "auto"])
 @pytest.mark.parametrize("operation", ["spill", "restore"])
-def test_between_device_and_host(layout, operation, path, memory):
+def test_between_device_and_host(layout, operation, memory):
     for count, seed, in_runs, whole in ((1, 0, False, False), (100, 1, False, False), (90, 2, True, True), (0, 3, False, True)):
         pools = Pools.random(layout, DEVICE, HOST, seed)
         ours, pages = OnDevice(pools, memory), random_pages(layout, count, seed, in_runs=in_runs, whole=whole)
         for _ in range(2):
-            getattr(ours.copier, operation)(pages, path=path)
+            getattr(ours.copier, operation)(pages)
         getattr(pools, operation)(pages)
         ours.check(pools)
 
@@ -95,19 +94,18 @@ def test_any_number_of_ctas_copies_the_same(ctas, memory):
     ours.check(pools)
 
 
-@pytest.mark.parametrize("path", ["kernel", "engine"])
 @pytest.mark.parametrize("on", ["device", "host"])
 @pytest.mark.parametrize("layered", [True, False])
-def test_scatter_of_staged_pages(layout, layered, on, path, memory):
+def test_scatter_of_staged_pages(layout, layered, on, memory):
     pools = Pools.random(layout, DEVICE, HOST, 3)
-    pages = random_pages(layout, 24, 3, in_runs=path == "engine", whole=path == "engine")
+    pages = random_pages(layout, 24, 3)
     pages[::3, 2:] = 0
     pages[7, -1] = 0
     raw = torch.randint(0, 256, (30 * layout.host_block_bytes,), dtype=torch.uint8)
     with HostMemory(raw.numel()) as staging:
         staging.cpu.copy_(raw)
         ours = OnDevice(pools, memory)
-        ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30, path=path)
+        ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30)
         pools.scatter(raw, pages, layered, 30)
         ours.check(pools)
 
@@ -186,7 +184,7 @@ def test_gather_in_a_graph_follows_its_tables(memory):
 
 
 def test_many_batches_follow_each_other_without_waiting(memory):
-    """Lists go up through buffers that a later batch must not overwrite: forty batches are queued while the device is held."""
+    """A batch's list is the launch's own: forty batches are queued while the device is held."""
     layout = LAYOUTS["fp8_ds_mla, 41,984 bytes"]
     pools, gate = Pools.random(layout, DEVICE, HOST, 9), Gate()
     ours, side = OnDevice(pools, memory, ctas=1), torch.cuda.Stream()
@@ -207,29 +205,44 @@ def test_many_batches_follow_each_other_without_waiting(memory):
     ours.check(pools)
 
 
-def test_long_lists_and_lists_from_two_streams(memory):
-    """A list longer than a buffer, and one stream that is late while another goes on."""
-    layout = LAYOUTS["one group"]
-    pools, gate = Pools.random(layout, DEVICE, HOST, 10), Gate()
-    ours, late = OnDevice(pools, memory), torch.cuda.Stream()
-    pages = random_pages(layout, 100, 10)
-    ours.copier.spill(pages)
-    pools.spill(pages)
-    torch.cuda.synchronize()
-    gate.hold(late)
-    with torch.cuda.stream(late):
-        ours.copier.copy_blocks(pair_list([(1, 2)], 1))
-    for _ in range(300):
-        ours.copier.copy_blocks(pair_list([(5, 6)], 1))
-        torch.cuda.current_stream().synchronize()
-    gate.close()
-    for pair in ((1, 2), (5, 6)):
-        pools.copy_blocks(pair_list([pair], 1))
+def test_lists_longer_than_a_launch_takes(memory, monkeypatch):
+    """Several launches, also where the place in the list says which staged page is meant."""
+    from hisparse.ops.cuda import pages as module
+
+    layout = LAYOUTS["bfloat16"]
+    pools = Pools.random(layout, DEVICE, HOST, 10)
+    ours, listed = OnDevice(pools, memory), random_pages(layout, 100, 10)
+    raw = torch.randint(0, 256, (100 * layout.host_block_bytes,), dtype=torch.uint8)
+    monkeypatch.setattr(module, "LIST_WORDS", (40, 124))
+    ours.copier.spill(listed)
+    pools.spill(listed)
+    ours.check(pools)
+    for layered in (True, False):
+        ours.copier.scatter(raw.cuda(), listed, layered=layered, slot_pages=100)
+        pools.scatter(raw, listed, layered, 100)
+        ours.check(pools)
+    monkeypatch.undo()
     many = np.repeat(pair_list([(7, 8)], 1), 3000, axis=0)
-    many[:, 2] = 8
     ours.copier.copy_blocks(many)
     pools.copy_blocks(many[:1])
     ours.check(pools)
+
+
+def test_a_captured_spill_repeats_its_list(memory):
+    layout = LAYOUTS["fp8_ds_mla"]
+    pools = Pools.random(layout, DEVICE, HOST, 12)
+    ours, pages = OnDevice(pools, memory), random_pages(layout, 20, 12)
+    ours.copier.spill(pages[:1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.copier.spill(pages)
+    for seed in range(2):
+        pools.device[1:] = torch.randint(0, 256, pools.device[1:].shape, generator=torch.Generator().manual_seed(seed)).byte()
+        ours.device.copy_(pools.device)
+        graph.replay()
+        pools.spill(pages)
+        ours.check(pools)
 
 
 def test_b14_pages_beyond_two_gib():

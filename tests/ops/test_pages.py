@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hisparse.errors import InvariantError
-from hisparse.ops.page_list import page_list, pair_list, runs
+from hisparse.ops.page_list import page_list, pair_list
 from hisparse.ops.reference import PageCopier
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
 
@@ -121,11 +121,3 @@ def test_ids_outside_the_pools_are_refused(column, value, words):
         with pytest.raises(InvariantError, match="block (0|20|30), outside 1"):
             operation(pair_list([pair], 1))
     same(pools, before)
-
-
-def test_runs_end_where_an_id_does_not_follow():
-    pages = page_list([4, 5, 6, 7, 9], [(9, 3), (10, 4), (12, 5), (13, 6), (14, 7)], 64)
-    assert runs(pages).tolist() == [0, 2, 4, 5]
-    pages[1, 0] = 63
-    assert runs(pages).tolist() == [0, 1, 2, 4, 5]
-    assert runs(pages[:1]).tolist() == [0, 1] and runs(pages[:0]).tolist() == [0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops.cuda import driver
 from hisparse.ops.sources import kernel_sources
 
-Argument = Tensor | int | float | None
+Argument = Tensor | int | float | bytes | None
 OPTIONS = ("-std=c++17", "-default-device", "--extra-device-vectorization")
 _MAX_PARAMETERS = 64
 
@@ -56,9 +57,15 @@ class Kernel:
     def __init__(self, function: int, name: str, device: int, owner: object = None) -> None:
         self._function, self._name, self._device, self._owner = function, name, device, owner
         self._parameters = struct.Struct(_parameter_format(function, name))
+        self._block = ctypes.create_string_buffer(max(self._parameters.size, 1))
         self._size = ctypes.c_size_t(self._parameters.size)
-        self._size_at = ctypes.addressof(self._size)
-        self._launch = _launch_call()
+        block_at, size_at = ctypes.addressof(self._block), ctypes.addressof(self._size)
+        # of cuLaunchKernel: the arguments as one block, instead of a pointer to each
+        self._extra = (ctypes.c_void_p * 5)(_BUFFER, block_at, _BUFFER_SIZE, size_at, 0)
+        self._extra_at = ctypes.addressof(self._extra)
+        self._pack_into = self._parameters.pack_into
+        self._launch, self._stream = driver.launch_calls()
+        self._lock = threading.Lock()
 
     def __call__(
         self, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0
@@ -67,13 +74,14 @@ class Kernel:
 
         Args:
             grid: up to three numbers of CTAs. threads: of a CTA.
-            args: tensor -> pointer, None -> null pointer, int -> `long long`, float -> `float`. A tensor must live as
-                long as the stream may run the launch; torch's allocator sees to it for the current stream.
+            args: tensor -> pointer, None -> null pointer, int -> `long long`, float -> `float`, bytes -> a struct (the rest of
+                it is zeros). A tensor must live as long as the stream may run the launch; torch's allocator sees to it for the
+                current stream.
         Raises:
             InvariantError: a tensor is not on a CUDA device, or the arguments are not what the function takes.
             DriverError: the driver refused the launch, or an earlier one failed on the device.
         """
-        values: list[int | float] = []
+        values: list[int | float | bytes] = []
         for arg in args:
             if isinstance(arg, Tensor):
                 if not arg.is_cuda:
@@ -81,22 +89,30 @@ class Kernel:
                 values.append(arg.data_ptr())
             else:
                 values.append(0 if arg is None else arg)
-        try:
-            packed = self._parameters.pack(*values)
-        except struct.error as error:
-            kinds = ", ".join(type(arg).__name__ for arg in args)
-            raise InvariantError(f"{self._name} takes {self._parameters.format} (q = pointer or integer, f = float), got "
-                                 f"{len(args)} arguments ({kinds}): {error}") from error
-        extra = _Extra(_BUFFER, packed, _BUFFER_SIZE, self._size_at, None)
         x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.current_stream(self._device)
-        code = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, None, extra)
-        if code == driver.INVALID_CONTEXT:
+        stream = self._stream(self._device)
+        with self._lock:  # the driver has read the block when the call returns
+            try:
+                self._pack_into(self._block, 0, *values)
+                self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, 0, self._extra_at)
+            except struct.error as error:
+                kinds = ", ".join(type(arg).__name__ for arg in args)
+                raise InvariantError(f"{self._name} takes {self._parameters.format} (q = pointer or integer, f = float, s = "
+                                     f"struct), got {len(args)} arguments ({kinds}): {error}") from error
+            except RuntimeError as error:
+                self._launch_again(error, (x, y, z), threads, shared_bytes, stream)
+
+    def _launch_again(self, error: RuntimeError, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+                      stream: int) -> None:
+        """Once, with a context, on a thread that had none; else the error, with what was launched."""
+        try:
+            if getattr(error, "status", None) != driver.INVALID_CONTEXT:
+                raise error
             driver.bind_context(self._device)
-            code = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, None, extra)
-        if code:
+            self._launch(self._function, *grid, threads, 1, 1, shared_bytes, stream, 0, self._extra_at)
+        except RuntimeError as final:
             what = f"{self._name}, grid {list(grid)} of {threads} threads and {shared_bytes} bytes of shared memory"
-            driver.check(code, f"{what}, on cuda:{self._device}")
+            raise driver.DriverError(f"{what}, on cuda:{self._device}", str(final)) from final
 
     def allow_large_clusters(self) -> None:
         """Lets the function run with clusters of 16 CTAs, which not every device has room for."""
@@ -111,36 +127,23 @@ class Kernel:
         driver.check(code, f"{self._name}: attribute {attribute} = {value}")
 
 
-class _Extra(ctypes.Structure):
-    """Of a launch: the arguments as one block, instead of a pointer to each."""
-
-    _fields_ = (("key", ctypes.c_void_p), ("block", ctypes.c_char_p), ("size_key", ctypes.c_void_p), ("size", ctypes.c_void_p),
-                ("end", ctypes.c_void_p))
-
-
 _BUFFER, _BUFFER_SIZE = 1, 2
 """CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE."""
-_LAUNCH_TYPES = (ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(_Extra))
-
-
-def _launch_call() -> Any:
-    launch = driver.library().cuLaunchKernel
-    launch.argtypes = _LAUNCH_TYPES
-    return launch
 
 
 def _parameter_format(function: int, name: str) -> str:
-    """Of `struct`: the parameters' own sizes, which must lie as C lays them out."""
-    offset, size, form = ctypes.c_size_t(), ctypes.c_size_t(), "@"
+    """Of `struct`: the parameters where the function has them."""
+    offset, size, form = ctypes.c_size_t(), ctypes.c_size_t(), "="
     for index in range(_MAX_PARAMETERS):
         code = driver.library().cuFuncGetParamInfo(
             ctypes.c_void_p(function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size))
         if code:  # there is no such parameter
             return form
-        form += {8: "q", 4: "f"}.get(size.value, "?")
-        if form.endswith("?") or struct.calcsize(form) != offset.value + size.value:
-            raise InvariantError(f"{name}: parameter {index} has {size.value} bytes at {offset.value}; kernels take pointers, "
-                                 "long long and float")
+        if size.value not in (4, 8) and size.value < 16:
+            raise InvariantError(f"{name}: parameter {index} has {size.value} bytes; kernels take pointers, long long, float "
+                                 "and structs of 16 bytes and more")
+        gap = offset.value - struct.calcsize(form)
+        form += ("x" * gap) + {8: "q", 4: "f"}.get(size.value, f"{size.value}s")
     raise InvariantError(f"{name} takes more than {_MAX_PARAMETERS} parameters")
 
 

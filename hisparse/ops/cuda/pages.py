@@ -1,10 +1,10 @@
-"""Copies of whole pages: a kernel on a few CTAs, or the copy engine where pages lie in long runs; see `kernels/pages.cu`."""
+"""Copies of whole pages by a few CTAs; see `kernels/pages.cu`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,35 +13,42 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
-from hisparse.ops.cuda.copy_engine import copy_strided
-from hisparse.ops.cuda.list_upload import ListUploads
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
-from hisparse.ops.page_list import ListRules, PageList, runs
+from hisparse.ops.page_list import ListRules, PageList
 from hisparse.ops.reference.pages import check_gather, check_staging, staged_page
 
 COPY_CTAS = 16
-"""CTAs of a copy that runs beside a forward: enough for the host link, few of the device's."""
+"""CTAs of a copy to device memory: enough for the host link, few of the device's."""
+SEND_CTAS = 8
+"""CTAs of a copy to host memory; its threads are one warp each."""
 GATHER_CTAS = 128
 """CTAs of a gather, which the forward waits for."""
-ENGINE_RUN_PAGES = 256
-"""Pages in a run, on average, from which on the copy engine takes a batch.
-
-It costs about 15 us of CPU a layer and run; measured on one H200, 512 pages of 78 layers: 23 GB/s in runs of 8 (bound by the
-CPU), 49 in runs of 32, 53 from 128 on; the kernel 51 for any. But products on another stream take twice as long while the
-kernel copies, and no longer than alone beside the copy engine.
-"""
 THREADS, UNROLL = 512, 6
-PIECE_BYTES = THREADS * UNROLL * 16
-"""Of a run, for one CTA at a time."""
+STAGES, AHEAD, PIECE_BYTES = 2, 1, 10_752
+"""Of a CTA that sends: pieces in shared memory, those that are being loaded, and the most bytes of one.
+
+Measured on one H200, 64 pages of 78 layers: see docs/kernels.md.
+"""
+LIST_WORDS = (1024, 8000)
+"""Of a list in a launch's parameters (at most 32,764 bytes), whole pages; a longer list is several launches."""
 _PART_WORDS = 8
 _PLACE = -1
 """As a column: the page's place in the list."""
 
+
+def _copy_instance(words: int) -> Instance:
+    return Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL, "LIST_WORDS": words})
+
+
+def _send_instance(words: int, stages: int = STAGES, ahead: int = AHEAD) -> Instance:
+    return Instance("pages.cu", "send_pages", {"STAGES": stages, "AHEAD": ahead, "LIST_WORDS": words})
+
+
 INSTANCES = (
-    Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
+    *(_copy_instance(words) for words in LIST_WORDS),
+    *(_send_instance(words) for words in LIST_WORDS),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
 )
-Path = Literal["auto", "kernel", "engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,29 +65,31 @@ class _Parts:
 class PageCopier:
     """Page copies of one rank on CUDA; the contract of each is that of `hisparse.ops.reference.PageCopier`.
 
-    Lists are numpy arrays on the host: they are checked there, and uploaded once a batch from pinned memory.
+    Lists are numpy arrays on the host: they are checked there, and travel in the parameters of the launch. What writes to the
+    host is bounded in what it has on its way, so that a forward beside it keeps its speed; see `kernels/pages.cu`.
 
     Args:
         rows: the packed device allocation seen as rows, contiguous, cuda.
         host_rows: per layer, CUDA tensors that alias registered host memory; empty without a host pool.
-        ctas: of every copy but the gather.
-    Stream: every method runs on the current stream and returns at once; none may be captured but `gather_pages`.
+        ctas: of copies to device memory but the gather. send_ctas: of copies to the host.
+    Stream: every method runs on the current stream and returns at once; capture-safe after a first call (a list is captured as
+    it is).
     """
 
-    def __init__(self, layout: KVCacheLayout, rows: Tensor, host_rows: Sequence[Tensor] = (), *, ctas: int = COPY_CTAS) -> None:
-        if ctas < 1:
-            raise InvariantError(f"a copy needs at least one CTA, got {ctas}")
+    def __init__(self, layout: KVCacheLayout, rows: Tensor, host_rows: Sequence[Tensor] = (), *, ctas: int = COPY_CTAS,
+                 send_ctas: int = SEND_CTAS) -> None:
+        if min(ctas, send_ctas) < 1:
+            raise InvariantError(f"a copy needs at least one CTA, got {ctas} and {send_ctas}")
         for place in (rows, *host_rows):
             if not place.is_cuda or not place.is_contiguous() or place.data_ptr() % 16 or place.dtype != rows.dtype:
                 raise InvariantError(f"rows must be contiguous, 16-byte aligned {rows.dtype} on CUDA, got {place.dtype} on "
                                      f"{place.device} with strides {place.stride()}")
         if host_rows and (len(host_rows) != layout.shape.num_layers or len({tuple(host.shape) for host in host_rows}) != 1):
             raise InvariantError(f"host_rows must be {layout.shape.num_layers} equal tensors, one a layer: {len(host_rows)}")
-        self.ctas = ctas
+        self.ctas, self.send_ctas = ctas, send_ctas
         if layout.row.row_bytes % 16:
             raise InvariantError(f"rows must be whole 16-byte units, got rows of {layout.row.row_bytes} bytes")
         self._layout, self._rows, self._host = layout, rows, tuple(host_rows)
-        self._lists = ListUploads(rows.device)
         self._blocks = rows.shape[0] // layout.rows_per_block
         self._host_blocks = self._host[0].shape[0] // layout.block_size if self._host else 0
         self._rules = ListRules(layout, self._blocks, self._host_blocks)
@@ -98,17 +107,17 @@ class PageCopier:
                                 most=[min(page, layout.block_bytes - start) for start in starts])
         self._staged: dict[tuple[bool, int], _Parts] = {}
 
-    def spill(self, pages: PageList, *, path: Path = "auto") -> None:
+    def spill(self, pages: PageList) -> None:
         """Device pages to their host pages, the first `rows` rows in every layer."""
         self._rules.check_pages(pages)
-        self._copy(self._spill, pages, path)
+        self._copy(self._spill, pages, send=True)
 
-    def restore(self, pages: PageList, *, path: Path = "auto") -> None:
+    def restore(self, pages: PageList) -> None:
         """Host pages to their device pages, the first `rows` rows in every layer."""
         self._rules.check_pages(pages)
-        self._copy(self._restore, pages, path)
+        self._copy(self._restore, pages)
 
-    def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int, path: Path = "auto") -> None:
+    def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int) -> None:
         """Staged pages to host pages, and to device pages where a block is not 0. `staging`: device memory or an alias."""
         self._rules.check_staged(pages)
         check_staging(self._layout, staging, len(pages), slot_pages)
@@ -120,19 +129,19 @@ class PageCopier:
             parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part, self._device_part,
                                 strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
             self._staged[layered, slot_pages] = parts
-        self._copy(parts, pages, path, staging.data_ptr())
+        self._copy(parts, pages, send=True, source_base=staging.data_ptr(), placed=True)
 
     def copy_blocks(self, pairs: PageList) -> None:
         """Whole device blocks of any group, (from, to); the rows of the list are ignored."""
         self._rules.check_block_pairs(pairs)
         whole = pairs.copy()
         whole[:, 0] = self._layout.block_size
-        self._copy(self._cow, whole, "kernel")
+        self._copy(self._cow, whole)
 
     def copy_host_pages(self, pairs: PageList) -> None:
         """Host pages, (from, to), the first `rows` rows in every layer; over the host link and back."""
         self._rules.check_host_pairs(pairs)
-        self._copy(self._fork, pairs, "kernel")
+        self._copy(self._fork, pairs, send=True)
 
     def gather_pages(
         self,
@@ -163,7 +172,7 @@ class PageCopier:
         host = self._host[layer] if self._host else None
         if not num_pages:
             return
-        _kernel("gather_pages")(
+        kernel("pages.cu", "gather_pages", THREADS=THREADS, UNROLL=UNROLL)(
             (min(ctas, num_pages),),
             THREADS,
             (
@@ -174,41 +183,26 @@ class PageCopier:
             ),
         )
 
-    def _copy(self, parts: _Parts, pages: PageList, path: Path, source_base: int = 0) -> None:
-        num = len(pages)
-        if not num:
+    def _copy(self, parts: _Parts, pages: PageList, *, send: bool = False, source_base: int = 0, placed: bool = False) -> None:
+        """Args: send: to the host. placed: the source's column is the page's place in the list."""
+        if not len(pages):
             return
-        if path == "engine" or (path == "auto" and num >= ENGINE_RUN_PAGES):
-            pieces = runs(pages)
-            if path == "engine" or num >= ENGINE_RUN_PAGES * (len(pieces) - 1):
-                self._by_engine(parts, pages, pieces, source_base)
-                return
-        num_parts = parts.lines.shape[0]
-        listed = self._lists.upload(pages)
-        try:
-            _kernel("copy_pages")(
-                (min(self.ctas, num * num_parts),),
-                THREADS,
-                (listed.address, pages.shape[1], num, parts.on_device, num_parts, self._layout.row.row_bytes,
-                 source_base, parts.source_stride, parts.target_stride, parts.second_stride),
-            )
-        finally:
-            listed.launched()
-
-    def _by_engine(self, parts: _Parts, pages: PageList, pieces: npt.NDArray[np.int64], source_base: int) -> None:
-        """One strided copy for each piece, layer and target."""
-        row_bytes = self._layout.row.row_bytes
-        targets = ((2, parts.target_stride), (4, parts.second_stride))
-        for first, end in zip(pieces[:-1].tolist(), pieces[1:].tolist(), strict=True):
-            ids = [first, *pages[first].tolist()]  # behind column c stands ids[c + 1]; the place in the list is column -1
-            width = ids[1] * row_bytes
-            for line in parts.lines.tolist():
-                source = source_base + line[0] + ids[line[1] + 1] * parts.source_stride
-                for at, stride in targets:
-                    column = line[at + 1]
-                    if column and ids[column + 1]:
-                        copy_strided(line[at] + ids[column + 1] * stride, stride, source, parts.source_stride,
-                                     min(width, line[6]), end - first)
+        num, width = pages.shape
+        longest, num_parts, page_bytes = LIST_WORDS[-1] // width, parts.lines.shape[0], self._layout.layer_page_bytes
+        for first in range(0, num, longest):
+            part = pages[first : first + longest]
+            words = next(words for words in LIST_WORDS if part.size <= words)
+            launch = _loaded(_send_instance if send else _copy_instance, words, torch.cuda.current_device())
+            base = source_base + first * parts.source_stride if placed else source_base
+            args = (part.tobytes(), width, len(part), parts.on_device, num_parts, self._layout.row.row_bytes,
+                    base, parts.source_stride, parts.target_stride, parts.second_stride)
+            if send:
+                pieces = -(-page_bytes // PIECE_BYTES)
+                piece_bytes = -(-page_bytes // (16 * pieces)) * 16
+                ctas = min(self.send_ctas, len(part) * num_parts * pieces)
+                launch((ctas,), 32, (*args, pieces, piece_bytes), STAGES * piece_bytes)
+            else:
+                launch((min(self.ctas, len(part) * num_parts),), THREADS, args)
 
     def _parts(self, source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]],
                second: Sequence[tuple[int, int]] | None = None, *, strides: Sequence[int],
@@ -223,5 +217,7 @@ class PageCopier:
                       target_stride=strides[1], second_stride=strides[2] if second is not None else 0)
 
 
-def _kernel(function: str) -> Kernel:
-    return kernel("pages.cu", function, THREADS=THREADS, UNROLL=UNROLL)
+@functools.cache
+def _loaded(instance: Callable[[int], Instance], words: int, device: int) -> Kernel:
+    made = instance(words)
+    return kernel(made.source, made.function, **made.defines)
