@@ -64,13 +64,16 @@ class ListRules:
         self._block_pairs.check(pairs)
 
 
+_ROWS = 1024
+
+
 class _Ranges:
-    """(name, least, limit) of each column."""
+    """(name, least, limit) of each column; repeated for _ROWS rows, as numpy is slow at short rows."""
 
     def __init__(self, *columns: tuple[str, int, int]) -> None:
         self._columns = columns
-        self._least = np.array([least for _, least, _ in columns], dtype=np.int32)
-        self._span = np.array([max(0, limit - least) for _, least, limit in columns], dtype=np.uint32)
+        self._least = np.array([least for _, least, _ in columns] * _ROWS, dtype=np.int32)
+        self._span = np.array([max(0, limit - least) for _, least, limit in columns] * _ROWS, dtype=np.uint32)
 
     def check(self, pages: PageList) -> None:
         width = len(self._columns)
@@ -78,8 +81,10 @@ class _Ranges:
             raise InvariantError(f"a page list must be int32 [m, {width}], got {pages.dtype} {list(pages.shape)}")
         if not len(pages):
             return
-        outside = (pages - self._least).view(np.uint32) >= self._span  # one comparison: below the least wraps to the top
-        if outside.any():
-            at, column = (int(index[0]) for index in np.nonzero(outside))
-            name, least, limit = self._columns[column]
-            raise InvariantError(f"a page list names {name} {int(pages[at, column])}, outside {least}..{limit - 1}")
+        for start in range(0, len(pages), _ROWS):
+            part = pages[start : start + _ROWS].reshape(-1)
+            outside = (part - self._least[: part.size]).view(np.uint32) >= self._span[: part.size]  # below wraps to the top
+            if outside.any():
+                at = int(outside.argmax())
+                name, least, limit = self._columns[at % width]
+                raise InvariantError(f"a page list names {name} {int(part[at])}, outside {least}..{limit - 1}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hisparse.errors import InvariantError
-from hisparse.ops.page_list import page_list, pair_list
+from hisparse.ops.page_list import ListRules, page_list, pair_list
 from hisparse.ops.reference import PageCopier
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
 
@@ -121,3 +121,15 @@ def test_ids_outside_the_pools_are_refused(column, value, words):
         with pytest.raises(InvariantError, match="block (0|20|30), outside 1"):
             operation(pair_list([pair], 1))
     same(pools, before)
+
+
+@pytest.mark.parametrize(("at", "column", "value"), [(0, 2, 30), (1023, 1, 0), (1024, 3, -5), (2499, 0, 5)])
+def test_long_lists_are_checked_to_their_end(at, column, value):
+    pools = Pools.random(LAYOUTS["bfloat16"], DEVICE, HOST)
+    rules, pages = ListRules(pools.layout, DEVICE, HOST), np.repeat(random_pages(pools, 1), 2500, axis=0)
+    rules.check_pages(pages)
+    pages[at, column] = value
+    with pytest.raises(InvariantError, match=rf" {value}, outside"):
+        rules.check_pages(pages)
+    rules.check_pages(pages[:at])
+    rules.check_pages(pages[at + 1 :])
