@@ -1,7 +1,7 @@
 """A rank's streams, and every event between them.
 
-Three streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills and the scatter of
-imports, *prefetch* carries the copies of followers. *host* stands for the step's thread, which only ever asks.
+Three streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, the scatter of
+imports and indexer pages, *prefetch* carries the copies of followers. *host* stands for the step's thread, which only ever asks.
 
 | event | recorded on | read by | means |
 |---|---|---|---|

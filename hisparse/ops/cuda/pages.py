@@ -27,7 +27,7 @@ THREADS, UNROLL = 512, 6
 STAGES, AHEAD, PIECE_BYTES = 2, 1, 10_752
 """Of a CTA that sends: pieces in shared memory, those that are being loaded, and the most bytes of one.
 
-Measured on one H200, 64 pages of 78 layers: see docs/kernels.md.
+With SEND_CTAS they bound what is on its way to the host; docs/kernels.md has the rates of others, and what they do to a forward.
 """
 LIST_WORDS = (1024, 8000)
 """Of a list in a launch's parameters (at most 32,764 bytes), whole pages; a longer list is several launches."""
