@@ -42,8 +42,9 @@ class ListRules:
     def __init__(self, layout: KVCacheLayout, num_device_blocks: int, num_host_blocks: int) -> None:
         groups = layout.num_resident_groups
         rows, host = ("rows", 0, layout.block_size + 1), ("host block", 1, num_host_blocks)
+        any_host = ("host block", 0, max(num_host_blocks, 1))
         self._pages = _Ranges(rows, host, *[("device block", 1, num_device_blocks)] * groups)
-        self._staged = _Ranges(rows, host, *[("device block", 0, num_device_blocks)] * groups)
+        self._staged = _Ranges(rows, any_host, *[("device block", 0, num_device_blocks)] * groups)
         self._host_pairs = _Ranges(rows, host, host)
         self._block_pairs = _Ranges(("rows", 0, 1 << 31), *[("device block", 1, num_device_blocks)] * 2)
 
@@ -52,7 +53,7 @@ class ListRules:
         self._pages.check(pages)
 
     def check_staged(self, pages: PageList) -> None:
-        """Like `check_pages`, but a device block may be 0: no copy there."""
+        """Like `check_pages`, but a block may be 0: no copy there."""
         self._staged.check(pages)
 
     def check_host_pairs(self, pairs: PageList) -> None:

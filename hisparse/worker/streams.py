@@ -1,7 +1,8 @@
 """A rank's streams, and every event between them.
 
-Three streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, the scatter of
-imports and indexer pages, *prefetch* carries the copies of followers. *host* stands for the step's thread, which only ever asks.
+Four streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills and the scatter of
+imports, *prefetch* carries the copies of followers, *mirror* carries new rows to the host. *host* stands for the step's thread,
+which only ever asks.
 
 | event | recorded on | read by | means |
 |---|---|---|---|
@@ -11,6 +12,8 @@ imports and indexer pages, *prefetch* carries the copies of followers. *host* st
 | IMPORT_DONE | dma | compute, host | an import's pages are in place |
 | PLAN_READY | compute | prefetch | a leader's miss plan is complete |
 | PREFETCHED | prefetch | compute | a follower's rows are in its hot region |
+| APPENDED | compute | mirror | some layers' new rows are in their resident pages |
+| MIRRORED | mirror | compute | all layers' new rows are on the host |
 | STAGING_READ | compute, dma | host | a pinned buffer was uploaded and may be filled again |
 | COUNTS_READ | compute | host | a snapshot of the counters is in pinned memory |
 
@@ -39,10 +42,11 @@ class Place(enum.Enum):
     COMPUTE = "compute"
     DMA = "dma"
     PREFETCH = "prefetch"
+    MIRROR = "mirror"
     HOST = "host"
 
 
-_C, _D, _P, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.HOST
+_C, _D, _P, _M, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.MIRROR, Place.HOST
 
 
 class StepEvent(enum.Enum):
@@ -54,6 +58,8 @@ class StepEvent(enum.Enum):
     IMPORT_DONE = ((_D,), (_C, _H), "an import's pages are in place")
     PLAN_READY = ((_C,), (_P,), "a leader's miss plan is complete")
     PREFETCHED = ((_P,), (_C,), "a follower's rows are in its hot region")
+    APPENDED = ((_C,), (_M,), "some layers' new rows are in their resident pages")
+    MIRRORED = ((_M,), (_C,), "all layers' new rows are on the host")
     STAGING_READ = ((_C, _D), (_H,), "a pinned buffer was uploaded and may be filled again")
     COUNTS_READ = ((_C,), (_H,), "a snapshot of the counters is in pinned memory")
 
@@ -81,8 +87,7 @@ class Streams:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        self._dma = _stream(self.device)
-        self._prefetch = _stream(self.device)
+        self._own = {place: _stream(self.device) for place in (Place.DMA, Place.PREFETCH, Place.MIRROR)}
 
     def raw(self, place: Place) -> Any:
         """The torch stream of a place; None on the CPU. COMPUTE is torch's current stream of the device.
@@ -96,7 +101,7 @@ class Streams:
             return None
         if place is Place.COMPUTE:
             return torch.cuda.current_stream(self.device)
-        return self._dma if place is Place.DMA else self._prefetch
+        return self._own[place]
 
     def on(self, place: Place) -> AbstractContextManager[Any]:
         """Makes the stream of `place` torch's current one inside a `with`. Do not ask for COMPUTE inside it."""
@@ -142,7 +147,7 @@ class Streams:
             TransferError: not in time. RuntimeError: the device failed.
         """
         deadline = time.monotonic() + timeout_s
-        for raw in [self.raw(place) for place in (Place.COMPUTE, Place.DMA, Place.PREFETCH)] if self.is_cuda else []:
+        for raw in [self.raw(place) for place in (Place.COMPUTE, *self._own)] if self.is_cuda else []:
             while not raw.query():
                 if time.monotonic() >= deadline:
                     raise TransferError(f"{self.device} did not finish its work within {timeout_s} s")

@@ -101,6 +101,7 @@ def test_scatter_of_staged_pages(layout, layered, on, memory):
     pages = random_pages(layout, 24, 3)
     pages[::3, 2:] = 0
     pages[7, -1] = 0
+    pages[1::4, 1] = 0
     raw = torch.randint(0, 256, (30 * layout.host_block_bytes,), dtype=torch.uint8)
     with HostMemory(raw.numel()) as staging:
         staging.cpu.copy_(raw)

@@ -46,10 +46,11 @@ def test_between_device_and_host(pools, operation):
 
 
 @pytest.mark.parametrize("layered", [True, False])
-def test_scatter_fills_host_pages_and_the_blocks_that_are_named(pools, layered):
+def test_scatter_fills_the_host_pages_and_blocks_that_are_named(pools, layered):
     pages = random_pages(pools, 7)
     pages[[1, 4], 2:] = 0
     pages[5, -1] = 0
+    pages[[2, 4], 1] = 0
     staging = torch.randint(0, 256, (9 * pools.layout.host_block_bytes + 32,), dtype=torch.uint8)
     want = pools.clone()
     want.scatter(staging, pages, layered, 9)

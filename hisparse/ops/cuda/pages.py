@@ -27,7 +27,8 @@ THREADS, UNROLL = 512, 6
 STAGES, AHEAD, PIECE_BYTES = 2, 1, 10_752
 """Of a CTA that sends: pieces in shared memory, those that are being loaded, and the most bytes of one.
 
-With SEND_CTAS they bound what is on its way to the host; docs/kernels.md has the rates of others, and what they do to a forward.
+With SEND_CTAS they bound what is on its way to the host. docs/kernels.md has the rates of others, and their effect on a
+forward.
 """
 LIST_WORDS = (1024, 8000)
 """Of a list in a launch's parameters (at most 32,764 bytes), whole pages; a longer list is several launches."""
@@ -72,8 +73,8 @@ class PageCopier:
         rows: the packed device allocation seen as rows, contiguous, cuda.
         host_rows: per layer, CUDA tensors that alias registered host memory; empty without a host pool.
         ctas: of copies to device memory but the gather. send_ctas: of copies to the host.
-    Stream: every method runs on the current stream and returns at once; capture-safe after a first call (a list is captured as
-    it is).
+    Stream: every method runs on the current stream and returns at once; capture-safe, and a list is captured as it is
+    (`gather_pages` after a first call).
     """
 
     def __init__(self, layout: KVCacheLayout, rows: Tensor, host_rows: Sequence[Tensor] = (), *, ctas: int = COPY_CTAS,
@@ -106,6 +107,9 @@ class PageCopier:
         self._cow = self._parts(*slices, strides=(layout.block_bytes, layout.block_bytes),
                                 most=[min(page, layout.block_bytes - start) for start in starts])
         self._staged: dict[tuple[bool, int], _Parts] = {}
+        for words in LIST_WORDS:  # loading one later, in a step, would wait for the device
+            for instance in (_copy_instance, _send_instance):
+                _loaded(instance, words, torch.cuda.current_device())
 
     def spill(self, pages: PageList) -> None:
         """Device pages to their host pages, the first `rows` rows in every layer."""
@@ -118,7 +122,7 @@ class PageCopier:
         self._copy(self._restore, pages)
 
     def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int) -> None:
-        """Staged pages to host pages, and to device pages where a block is not 0. `staging`: device memory or an alias."""
+        """Staged pages to host and device pages, where a block is not 0. `staging`: device memory or an alias."""
         self._rules.check_staged(pages)
         check_staging(self._layout, staging, len(pages), slot_pages)
         if not staging.is_cuda or staging.data_ptr() % 16:
@@ -126,7 +130,8 @@ class PageCopier:
         parts = self._staged.get((layered, slot_pages))
         if parts is None:
             places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
-            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part, self._device_part,
+            no_host = [(0, 0)] * len(places)
+            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
                                 strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
             self._staged[layered, slot_pages] = parts
         self._copy(parts, pages, send=True, source_base=staging.data_ptr(), placed=True)
