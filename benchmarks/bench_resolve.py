@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import gpu, report
 from hisparse.ops import HotState, cuda
+from hisparse.ops.cuda.module import Kernel
 from hisparse.ops.cuda.resolve import Geometry
 from hisparse.testing.pinned_alias import alias_on_cuda
 
@@ -139,34 +140,22 @@ class Bench:
         return out
 
 
-def lookup_floor(bench: Bench, timer: gpu.ColdTimer, floors: Any, replays: int) -> float:
+def lookup_floor(bench: Bench, timer: gpu.ColdTimer, floors: dict[str, Kernel], replays: int) -> float:
     """Median us of the bare table reads of the same selections."""
-    import cupy
-
-    from hisparse.ops.cuda.module import _stream
-
-    function, out = floors.get_function("lookup_floor"), torch.empty(bench.batch, TOP_K, dtype=torch.int32, device="cuda")
+    out = torch.empty(bench.batch, TOP_K, dtype=torch.int32, device="cuda")
 
     def launch(topk: Tensor) -> Any:
         def run() -> None:
-            with _stream(torch.cuda.current_stream().cuda_stream, 0):
-                function((TOP_K // 256, bench.batch), (256,), (
-                    topk.data_ptr(), cupy.int64(TOP_K), bench.seats.data_ptr(), bench.resident.data_ptr(), cupy.int64(PAGES),
-                    bench.state.pos_slot.data_ptr(), cupy.int64(CONTEXT), bench.hot_table.data_ptr(),
-                    cupy.int64(bench.hot_table.shape[1]), out.data_ptr()))
+            floors["lookup_floor"]((TOP_K // 256, bench.batch), 256, (
+                topk, TOP_K, bench.seats, bench.resident, PAGES, bench.state.pos_slot, CONTEXT, bench.hot_table,
+                bench.hot_table.shape[1], out))
         return run
 
     return statistics.median(timer.us([launch(t) for t in bench.selections(0, 4)], replays=replays))
 
 
-def launch_floor(timer: gpu.ColdTimer, floors: Any) -> float:
-    from hisparse.ops.cuda.module import _stream
-
-    def run() -> None:
-        with _stream(torch.cuda.current_stream().cuda_stream, 0):
-            floors.get_function("nothing")((1,), (32,), ())
-
-    return statistics.median(timer.us([run] * 8))
+def launch_floor(timer: gpu.ColdTimer, floors: dict[str, Kernel]) -> float:
+    return statistics.median(timer.us([lambda: floors["nothing"]((1,), 32, ())] * 8))
 
 
 def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.Row]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hisparse.ops.cuda.module import Kernel
+
 FLUSH_BYTES = 160 << 20
 """More than the L2 holds (50 to 60 MB on Hopper)."""
 FLUSH_HOST_ROWS = 2048
@@ -96,8 +98,10 @@ extern "C" __global__ void lookup_floor(const int* topk, long long k, const int*
 """
 
 
-def floor_kernels() -> Any:
-    """`nothing()`, and `lookup_floor`: the two table reads that any resolver makes, and no more."""
+def floor_kernels() -> dict[str, Kernel]:
+    """`nothing()`, and `lookup_floor`: the two table reads that any resolver makes, and no more. By name."""
     import cupy
 
-    return cupy.RawModule(code=FLOORS, options=("-std=c++17",), backend="nvrtc")
+    module = cupy.RawModule(code=FLOORS, options=("-std=c++17",), backend="nvrtc")
+    loaded = {name: module.get_function(name).kernel for name in ("nothing", "lookup_floor")}
+    return {name: Kernel(function.ptr, name, torch.cuda.current_device(), owner=function) for name, function in loaded.items()}

@@ -1,19 +1,25 @@
 // Copies of whole pages by a few CTAs, so that they run beside a forward: spill, restore, scatter of staged pages,
 // copies for forks, and the gather of a seat's non-resident history.
 //
-// copy_pages
-//   Instance   THREADS of a CTA; UNROLL 16-byte loads of a thread in flight.
+// copy_pages, send_pages
+//   Instance   LIST_WORDS of a list; copy_pages: THREADS of a CTA, UNROLL 16-byte loads of a thread in flight; send_pages:
+//              STAGES pieces of a CTA in shared memory, AHEAD of them being loaded.
 //   Geometry   any number of CTAs (the caller bounds it); CTA c takes items c, c + CTAs, ...; an item is one page of one part
-//              (layer). Parts are outermost: the CTAs work within one layer at a time, i.e. in a short span of host addresses.
-//   Operands   list int32 [pages, width]: rows of the page, then ids. parts int64 [parts, 8]: source address, its id's column,
-//              target address, its column, second target address, its column, most bytes, 0. Address of a page:
-//              base + address + id * stride; column -1 = the page's place in the list. Column 0 = this operand is absent.
+//              (layer), for send_pages a piece of one. Parts are outermost: the CTAs work within one layer at a time, i.e. in
+//              a short span of host addresses. send_pages: one thread of a CTA, which starts bulk copies and waits for them.
+//   Operands   list int32 [pages, width], in the parameters: rows of the page, then ids. parts int64 [parts, 8]: source
+//              address, its id's column, target address, its column, second target address, its column, most bytes, 0. Address
+//              of a page: base + address + id * stride; column -1 = the page's place in the list. Column 0 = no such operand.
 //   Needs      addresses, strides and bytes multiples of 16; ids checked on the host; no target is a source or twice a target.
 //   Sentinels  id 0 by a column > 0 is the null block: as a target it is skipped, as a source the item is.
 //   Ordering   none inside a launch. Host writes are visible to the host once an event behind the launch has happened.
 //   Determinism  each byte is written once, by one thread.
 //
-// copy_runs, gather_pages: the same copy loop, driven by first rows, or by one seat's rows of the block tables; see each.
+// Why two: plain stores to the host are accepted faster than the link takes them and fill every queue on their way, where the
+// memory traffic of all other processors then stands behind them: a forward beside them runs at a seventh of its speed, on few
+// CTAs as on many. send_pages has a bounded number of bytes on their way, because it waits until a piece is written.
+//
+// gather_pages: the same copy loop, driven by one seat's rows of the block tables.
 
 #include "common.cuh"
 
@@ -23,6 +29,19 @@
 #ifndef UNROLL
 #define UNROLL 6
 #endif
+#ifndef LIST_WORDS
+#define LIST_WORDS 4
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+
+struct List {
+    int words[LIST_WORDS];
+};
 
 // All threads of the CTA; `second` may be null.
 __device__ __forceinline__ void copy_bytes(const char* from, char* to, char* second, i64 bytes) {
@@ -51,12 +70,12 @@ __device__ __forceinline__ i64 operand(const i64* part, const int* page, i64 pla
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-copy_pages(const int* list, i64 width, i64 num_pages, const i64* parts, i64 num_parts, i64 row_bytes,
+copy_pages(const __grid_constant__ List list, i64 width, i64 num_pages, const i64* parts, i64 num_parts, i64 row_bytes,
            i64 source_base, i64 source_stride, i64 target_stride, i64 second_stride) {
     for (i64 item = blockIdx.x; item < num_pages * num_parts; item += gridDim.x) {
         const i64 which = item / num_pages, place = item - which * num_pages;
         const i64* part = parts + which * 8;
-        const int* page = list + place * width;
+        const int* page = list.words + place * width;
         const i64 most = part[6], wanted = page[0] * row_bytes;
         const i64 from = operand(part, page, place, source_base, source_stride);
         const i64 to = operand(part + 2, page, place, 0, target_stride);
@@ -67,17 +86,79 @@ copy_pages(const int* list, i64 width, i64 num_pages, const i64* parts, i64 num_
     }
 }
 
-// Runs of `num_rows` rows: target row target_first[i] + j = source row source_first[i] + j. Item = a piece of at most `piece_bytes`
-// of one run, pieces innermost. No bounds are checked here; targets are distinct and no source is a target.
-extern "C" __global__ void __launch_bounds__(THREADS)
-copy_runs(char* target, const i64* target_first, const char* source, const i64* source_first, i64 num_runs, i64 run_bytes,
-          i64 row_bytes, i64 piece_bytes) {
-    const i64 pieces = (run_bytes + piece_bytes - 1) / piece_bytes;
-    for (i64 item = blockIdx.x; item < num_runs * pieces; item += gridDim.x) {
-        const i64 run = item / pieces, start = (item - run * pieces) * piece_bytes, rest = run_bytes - start;
-        copy_bytes(source + source_first[run] * row_bytes + start, target + target_first[run] * row_bytes + start, nullptr,
-                   rest < piece_bytes ? rest : piece_bytes);
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void load_bulk(void* to, const void* from, u32 bytes, u64* loaded) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(loaded)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(loaded)) : "memory");
+}
+
+__device__ __forceinline__ void wait_loaded(u64* loaded, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(loaded)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void store_bulk(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+struct Piece {
+    char* to;
+    char* second;
+    u32 bytes;
+};
+
+// At most STAGES - AHEAD + 1 pieces of a CTA are being written. Shared memory: STAGES * piece_bytes.
+extern "C" __global__ void __launch_bounds__(32)
+send_pages(const __grid_constant__ List list, i64 width, i64 num_pages, const i64* parts, i64 num_parts, i64 row_bytes,
+           i64 source_base, i64 source_stride, i64 target_stride, i64 second_stride, i64 page_pieces, i64 piece_bytes) {
+    extern __shared__ __align__(128) char bytes_of[];
+    __shared__ __align__(8) u64 loaded[STAGES];
+    __shared__ Piece pieces[STAGES];
+    if (threadIdx.x != 0) return;
+    for (int i = 0; i < STAGES; ++i)
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&loaded[i])) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+
+    i64 next = blockIdx.x;
+    u32 count = 0;
+    auto load_next = [&] {
+        for (; next < num_parts * num_pages * page_pieces; next += gridDim.x) {
+            const i64 item = next / page_pieces, start = (next - item * page_pieces) * piece_bytes;
+            const i64 which = item / num_pages, place = item - which * num_pages;
+            const i64* part = parts + which * 8;
+            const int* page = list.words + place * width;
+            const i64 most = part[6], wanted = page[0] * row_bytes, rest = (wanted < most ? wanted : most) - start;
+            const i64 from = operand(part, page, place, source_base, source_stride);
+            const i64 to = operand(part + 2, page, place, 0, target_stride);
+            const i64 second = operand(part + 4, page, place, 0, second_stride);
+            if (rest <= 0 || from == 0 || (to == 0 && second == 0)) continue;
+            const u32 stage = count % STAGES, size = static_cast<u32>(rest < piece_bytes ? rest : piece_bytes);
+            pieces[stage] = {to == 0 ? nullptr : reinterpret_cast<char*>(to + start),
+                             second == 0 ? nullptr : reinterpret_cast<char*>(second + start), size};
+            load_bulk(bytes_of + stage * piece_bytes, reinterpret_cast<const char*>(from + start), size, &loaded[stage]);
+            ++count;
+            next += gridDim.x;
+            return;
+        }
+    };
+    for (int i = 0; i < AHEAD; ++i) load_next();
+    for (u32 done = 0; done < count; ++done) {
+        const u32 stage = done % STAGES;
+        const Piece piece = pieces[stage];
+        wait_loaded(&loaded[stage], done / STAGES & 1);
+        if (piece.to != nullptr) store_bulk(piece.to, bytes_of + stage * piece_bytes, piece.bytes);
+        if (piece.second != nullptr) store_bulk(piece.second, bytes_of + stage * piece_bytes, piece.bytes);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        asm volatile("cp.async.bulk.wait_group %0;" ::"n"(STAGES - AHEAD) : "memory");  // written, not only read: the bound
+        load_next();
     }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Pages first_page.. of one seat in one layer to workspace[page - first_page], each whole. Not resident: from the host. Resident:

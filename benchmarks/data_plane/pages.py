@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.data_plane.gpu import cpu_us, device_us, graph_of
+from benchmarks.data_plane.gpu import PAUSE_CYCLES, cpu_us, device_us, graph_of
 from benchmarks.report import Row
 from hisparse.layout import KVCacheLayout, ModelShape
-from hisparse.ops.cuda.pages import PageCopier, Path
+from hisparse.ops.cuda.module import kernel
+from hisparse.ops.cuda.pages import LIST_WORDS, THREADS, UNROLL, PageCopier
 from hisparse.ops.page_list import PageList, page_list
 from hisparse.ops.reference.pages import staged_page
 from tests.gpu.host_memory import HostMemory
@@ -26,7 +27,9 @@ GLM52 = {
 COUNTS = (64, 256, 512)
 SHARE = 0.85
 CPU_BAR_US = 50.0
-PATHS: tuple[Path, ...] = ("kernel", "engine")
+LAUNCH_BAR_US = 8.0
+BESIDE_BAR = 1.1
+"""Times as long as alone: a forward that a spill runs beside."""
 
 
 def small_layout() -> KVCacheLayout:
@@ -52,12 +55,6 @@ class World:
         rng, groups = np.random.default_rng(count), self.layout.num_resident_groups
         near = (1 + rng.permutation(self.blocks - 1)[: count * groups]).reshape(count, groups)
         return page_list(1 + rng.permutation(self.host_blocks - 1)[:count], near, self.layout.block_size)
-
-    def in_runs(self, count: int, run: int) -> PageList:
-        """Runs of `run` pages with a gap behind each on the host."""
-        place = np.arange(count)
-        near = 1 + place[:, None] + np.arange(self.layout.num_resident_groups) * self.most
-        return page_list(1 + place + place // run, near, self.layout.block_size)
 
     def prepare(self, case: str, pages: PageList) -> None:
         """The targets hold other bytes than the sources."""
@@ -91,31 +88,27 @@ def _ids(column: npt.NDArray[np.int32]) -> Tensor:
 def measure(quick: bool) -> list[Row]:
     layout, most = small_layout(), 16 if quick else max(COUNTS)
     host_blocks = 40 if quick else 640
-    rows, repeats = [], 3 if quick else 9
+    repeats = 3 if quick else 9
     with HostMemory(host_blocks * layout.host_block_bytes) as memory:
         world = World(layout, memory, host_blocks, most)
         copier, staging = world.copier, world.staging
+        rows = [_launch(bars=not quick)]
         for count in (16,) if quick else COUNTS:
             size, pages = count * layout.host_block_bytes, world.scattered(count)
             to_host, to_device = _engine(memory.cuda, staging, size, repeats)
             cases = {
-                f"spill {count} pages": (partial(copier.spill, pages, path="kernel"), to_host),
-                f"restore {count} pages": (partial(copier.restore, pages, path="kernel"), to_device),
+                f"spill {count} pages": (partial(copier.spill, pages), to_host),
+                f"restore {count} pages": (partial(copier.restore, pages), to_device),
             } | {
                 f"scatter {count} {order} pages to host and device":
-                    (partial(copier.scatter, staging, pages, layered=order == "layered", slot_pages=most, path="kernel"),
+                    (partial(copier.scatter, staging, pages, layered=order == "layered", slot_pages=most),
                      to_host)
                 for order in ("layered", "grouped")
             }
             for case, (run, ceiling) in cases.items():
                 rows += _row(world, case, pages, run, ceiling, repeats, bars=not quick)
-        for run_pages in (8,) if quick else (8, 32, 512):
-            pages = world.in_runs(most, run_pages)
-            for path in PATHS:
-                rows += _row(world, f"spill {most} pages in runs of {run_pages}, {path}", pages,
-                             partial(copier.spill, pages, path=path), to_host, repeats, bars=False)
         rows += _gather(world, 16 if quick else 512, to_device, repeats)
-        rows += _beside(world, world.in_runs(16 if quick else 128, 64), repeats)
+        rows += _beside(world, memory.cuda, world.scattered(most), repeats, bars=not quick)
         del world, copier, staging
     return rows
 
@@ -138,6 +131,15 @@ def _row(world: World, case: str, pages: PageList, run: Callable[[], object], en
         Row(case=f"{case}, CPU", value=cpu.median, unit="us", bar=CPU_BAR_US if bars else None, best=cpu.best, p90=cpu.p90,
             max=cpu.max),
     ]
+
+
+def _launch(*, bars: bool) -> Row:
+    """CPU time of a bare launch, of a copy without pages."""
+    copy = kernel("pages.cu", "copy_pages", THREADS=THREADS, UNROLL=UNROLL, LIST_WORDS=LIST_WORDS[0])
+    nothing = (b"", 12, 0, None, 0, 656, 0, 1, 1, 0)
+    times = cpu_us(lambda: [copy((1,), THREADS, nothing) for _ in range(100)], 9)
+    return Row(case="launch of a kernel with 10 arguments, CPU", value=times.median / 100, unit="us",
+               bar=LAUNCH_BAR_US if bars else None, best=times.best / 100, p90=times.p90 / 100, max=times.max / 100)
 
 
 def _engine(host: Tensor, device: Tensor, size: int, repeats: int) -> tuple[float, float]:
@@ -175,27 +177,50 @@ def _gather(world: World, count: int, engine_gb: float, repeats: int) -> list[Ro
                 detail={"bytes": size, "us": device.median})]
 
 
-def _beside(world: World, pages: PageList, repeats: int) -> list[Row]:
-    """Small matrix products, as a decode step has them, alone and while a spill runs on another stream."""
+def _beside(world: World, host: Tensor, pages: PageList, repeats: int, *, bars: bool) -> list[Row]:
+    """A forward alone, and while a spill that lasts longer runs on another stream: by us, and as one copy of the copy engine.
+
+    The forward is small matrix products, as a decode step has them, in a graph.
+    """
     thin = torch.randn(64, 6144, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn(4, 6144, 6144, device="cuda", dtype=torch.bfloat16)
-    side = torch.cuda.Stream()
+    side, size = torch.cuda.Stream(), len(pages) * world.layout.host_block_bytes
 
     def products() -> None:
         for i in range(200):
             torch.mm(thin, weights[i % 4])
 
-    def beside(path: Path) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            world.copier.spill(pages, path=path)
-        products()
+    def engine() -> None:
+        runtime.memcpyAsync(host.data_ptr(), world.staging.data_ptr(), size, runtime.memcpyDefault,
+                            torch.cuda.current_stream().cuda_stream)
 
-    alone = device_us(products, repeats).median
+    from cupy.cuda import runtime
+
+    forward = graph_of(products)
+    alone = device_us(forward.replay, repeats).median
     rows = [Row(case="200 products of 64 x 6144 x 6144, alone", value=alone, unit="us")]
-    for path in PATHS:
-        times = device_us(partial(beside, path), repeats)
-        rows.append(Row(case=f"the same beside a spill of {len(pages)} pages by the {path}", value=times.median, unit="us",
-                        yardstick=(alone, "alone"), best=times.best, p90=times.p90, max=times.max))
-        torch.cuda.synchronize()
+    for name, copy, bar in ((f"a spill of {len(pages)} pages", partial(world.copier.spill, pages), BESIDE_BAR),
+                            ("one copy of the copy engine", engine, None)):
+        times = [_overlap(forward, copy, side) for _ in range(repeats)]
+        ratios = sorted(forward_us / alone for forward_us, _ in times)
+        rates = sorted(size / copy_us / 1e3 for _, copy_us in times)
+        rows.append(Row(case=f"the same beside {name}, over alone", value=ratios[len(ratios) // 2], unit="x", best=ratios[0],
+                        bar=bar if bars else None, max=ratios[-1],
+                        detail={"copy_gb_per_s": rates[len(rates) // 2], "copy_us": size / rates[len(rates) // 2] / 1e3}))
     return rows
+
+
+def _overlap(forward: torch.cuda.CUDAGraph, copy: Callable[[], object], side: torch.cuda.Stream) -> tuple[float, float]:
+    """Microseconds of the forward and of the copy beside it; both begin behind a pause in which they were queued."""
+    start, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(PAUSE_CYCLES)
+    side.wait_stream(torch.cuda.current_stream())
+    start.record()
+    with torch.cuda.stream(side):
+        copy()
+        copied.record()
+    forward.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3, start.elapsed_time(copied) * 1e3

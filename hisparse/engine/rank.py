@@ -90,7 +90,7 @@ class RankEngine:
             children.append(HiSparseConnectorWorker(worker))
             if config.cache.offload_indexer and config.cache.prefix_cache:
                 children.append(OffloadingWorker(self.layout, self.parts.cache, capacity_pages=num_host_blocks,
-                                                 rank=rank))
+                                                 rank=rank, streams=self.parts.streams))
         extra = [_made(item, self.parts) for item in extra_connectors]
         children += extra
         self.handshakes = tuple(item.handshake() for item in extra if isinstance(item, Handshaking))

@@ -21,7 +21,7 @@ _BACKENDS = {"cpu": "hisparse.ops.reference", "cuda": "hisparse.ops.cuda"}
 
 
 def backend(device: str | torch.device) -> ModuleType:
-    """The module with `resolve`, `replay`, `append_rows`, `copy_pages`, `sparse_mla`, `reset_seats` for tensors on `device`.
+    """The module with `resolve`, `replay`, `append_rows`, `PageCopier`, `sparse_mla`, `reset_seats` for tensors on `device`.
 
     Raises:
         ConfigError: no backend for this device type in this build.

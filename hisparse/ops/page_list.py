@@ -1,4 +1,4 @@
-"""Lists of pages to copy: which rows of which blocks, as an int32 array that is uploaded once a batch."""
+"""Lists of pages to copy: which rows of which blocks, as an int32 array."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class ListRules:
     def __init__(self, layout: KVCacheLayout, num_device_blocks: int, num_host_blocks: int) -> None:
         groups = layout.num_resident_groups
         rows, host = ("rows", 0, layout.block_size + 1), ("host block", 1, num_host_blocks)
+        any_host = ("host block", 0, max(num_host_blocks, 1))
         self._pages = _Ranges(rows, host, *[("device block", 1, num_device_blocks)] * groups)
-        self._staged = _Ranges(rows, host, *[("device block", 0, num_device_blocks)] * groups)
+        self._staged = _Ranges(rows, any_host, *[("device block", 0, num_device_blocks)] * groups)
         self._host_pairs = _Ranges(rows, host, host)
         self._block_pairs = _Ranges(("rows", 0, 1 << 31), *[("device block", 1, num_device_blocks)] * 2)
 
@@ -52,7 +53,7 @@ class ListRules:
         self._pages.check(pages)
 
     def check_staged(self, pages: PageList) -> None:
-        """Like `check_pages`, but a device block may be 0: no copy there."""
+        """Like `check_pages`, but a block may be 0: no copy there."""
         self._staged.check(pages)
 
     def check_host_pairs(self, pairs: PageList) -> None:
@@ -64,13 +65,16 @@ class ListRules:
         self._block_pairs.check(pairs)
 
 
+_ROWS = 1024
+
+
 class _Ranges:
-    """(name, least, limit) of each column."""
+    """(name, least, limit) of each column; repeated for _ROWS rows, as numpy is slow at short rows."""
 
     def __init__(self, *columns: tuple[str, int, int]) -> None:
         self._columns = columns
-        self._least = np.array([least for _, least, _ in columns], dtype=np.int32)
-        self._span = np.array([max(0, limit - least) for _, least, limit in columns], dtype=np.uint32)
+        self._least = np.array([least for _, least, _ in columns] * _ROWS, dtype=np.int32)
+        self._span = np.array([max(0, limit - least) for _, least, limit in columns] * _ROWS, dtype=np.uint32)
 
     def check(self, pages: PageList) -> None:
         width = len(self._columns)
@@ -78,21 +82,10 @@ class _Ranges:
             raise InvariantError(f"a page list must be int32 [m, {width}], got {pages.dtype} {list(pages.shape)}")
         if not len(pages):
             return
-        outside = (pages - self._least).view(np.uint32) >= self._span  # one comparison: below the least wraps to the top
-        if outside.any():
-            at, column = (int(index[0]) for index in np.nonzero(outside))
-            name, least, limit = self._columns[column]
-            raise InvariantError(f"a page list names {name} {int(pages[at, column])}, outside {least}..{limit - 1}")
-
-
-def runs(pages: PageList) -> npt.NDArray[np.int64]:
-    """Where a list can be cut so that inside a piece every id rises by one and the rows are alike.
-
-    Returns: int64 [pieces + 1], first pages of the pieces, and the end.
-    Example: blocks (4, 9), (5, 10), (6, 12): [0, 2, 3].
-    """
-    if not len(pages):
-        return np.zeros(1, dtype=np.int64)
-    step = np.diff(pages, axis=0)
-    breaks = (step[:, 0] != 0) | (step[:, 1:] != 1).any(axis=1)
-    return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(pages)])).astype(np.int64)
+        for start in range(0, len(pages), _ROWS):
+            part = pages[start : start + _ROWS].reshape(-1)
+            outside = (part - self._least[: part.size]).view(np.uint32) >= self._span[: part.size]  # below wraps to the top
+            if outside.any():
+                at = int(outside.argmax())
+                name, least, limit = self._columns[at % width]
+                raise InvariantError(f"a page list names {name} {int(part[at])}, outside {least}..{limit - 1}")

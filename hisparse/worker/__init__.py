@@ -9,7 +9,7 @@ from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
 from hisparse.worker.peer_writes import PeerWrites
 from hisparse.worker.runtime import HiSparseRuntime
-from hisparse.worker.staging import Field, PinnedRing, StepInputs
+from hisparse.worker.staging import PinnedRing
 from hisparse.worker.stream_copies import StreamCopies
 from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
@@ -18,7 +18,6 @@ from hisparse.worker.worker import HiSparseWorker
 __all__ = [
     "CopyQueue",
     "DeviceCache",
-    "Field",
     "HiSparseCacheHandle",
     "HiSparseRuntime",
     "HiSparseWorker",
@@ -32,7 +31,6 @@ __all__ = [
     "Place",
     "RowBatch",
     "StepEvent",
-    "StepInputs",
     "StreamCopies",
     "Streams",
     "WorkerParts",

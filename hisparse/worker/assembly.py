@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hisparse import ops
 from hisparse.config import CacheConfig
 from hisparse.config import hot_rows_max as configured_hot_rows_max
 from hisparse.errors import ConfigError
@@ -97,7 +98,11 @@ def build_worker(
         )
         for index in range(len(layout.shape.index_groups))
     ]
-    history = None if host_pool is None else History(layout, cache=cache, host_pool=host_pool, tables=tables)
+    copier, history = None, None
+    if host_pool is not None:
+        host_rows = [host_pool.device_rows(layer) for layer in range(layout.shape.num_layers)]
+        copier = ops.backend(cache.device).PageCopier(layout, cache.rows, host_rows)
+        history = History(layout, cache=cache, host_pool=host_pool, tables=tables, copier=copier)
     is_writer = host_pool is not None and (rank == 0 or not host_pool.is_shared)
     mirrors = None
     if host_pool is not None and is_writer:
@@ -122,6 +127,7 @@ def build_worker(
             layout,
             cache=cache,
             host_pool=host_pool,
+            copier=copier,
             tables=tables,
             runtimes=runtimes,
             counters=counters,

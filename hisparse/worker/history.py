@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse import ops
 from hisparse.layout import KVCacheLayout
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.device_cache import DeviceCache
@@ -26,14 +25,12 @@ class History:
     `max_model_len * row_bytes`; it grows to what chunks need.
     """
 
-    def __init__(self, layout: KVCacheLayout, *, cache: DeviceCache, host_pool: HostPool, tables: KVTables) -> None:
+    def __init__(self, layout: KVCacheLayout, *, cache: DeviceCache, host_pool: HostPool, tables: KVTables,
+                 copier: Any) -> None:
         self._layout = layout
         self._host = host_pool
         self._tables = tables
-        self._copier: Any = None
-        if cache.device.type == "cuda":
-            host = [host_pool.device_rows(layer) for layer in range(layout.shape.num_layers)]
-            self._copier = ops.backend(cache.device).PageCopier(layout, cache.rows, host)
+        self._copier = copier if cache.device.type == "cuda" else None
         self._workspace = cache.rows.new_empty(0, cache.rows.shape[1])
 
     def rows(self, layer: int, topk: Tensor, host_ids: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -283,10 +283,6 @@ class HostPool:
         """Row mask of a page whose every row is written."""
         return (1 << self.layout.block_size) - 1
 
-    def set_rows(self, blocks: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> None:
-        """Sets the mask bits of single rows: row `offsets[i]` of page `blocks[i]`."""
-        np.bitwise_or.at(self.row_masks, blocks, np.uint64(1) << offsets.astype(np.uint64))
-
     def hand_out(self, ids: tuple[int, ...], generations: tuple[int, ...], incarnation: int) -> None:
         """Starts a new life of pages: generation and incarnation stored, row mask and key cleared. Writer only."""
         if ids:

@@ -6,6 +6,7 @@ Knows transfer ids and physical coordinates, never a request. Allocates no block
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class HiSparseWorker:
         is_writer: this rank writes the host pool. With a shared pool only one rank does, and the others send no
             acknowledgement of spills. A peer may read a host page once the writer's completion of it was acknowledged,
             which is before any command lets it be read. Only what a command copies inside the pool needs `host_writes`.
+        copier: the backend's PageCopier over `cache` and `host_pool`.
         streams, staging: of the rank, shared with tables and counters.
         deadline_s: longest wait for a fenced copy (CPU), and for the device at shutdown.
         copy_hook: see CopyQueue and StreamCopies.
@@ -57,6 +59,7 @@ class HiSparseWorker:
         *,
         cache: DeviceCache,
         host_pool: HostPool,
+        copier: Any,
         tables: KVTables,
         runtimes: Sequence[HiSparseRuntime],
         counters: Counters,
@@ -89,7 +92,8 @@ class HiSparseWorker:
         self._step = -1
         self._closed = False
         self._pages = PageCopies(
-            layout, cache=cache, host=host_pool, streams=streams, staging=staging, hook=copy_hook, name=f"hisparse-copy-{rank}"
+            layout, copier=copier, host=host_pool, streams=streams, staging=staging, hook=copy_hook,
+            name=f"hisparse-copy-{rank}",
         )
         self.copies = self._pages.queue
         self.host_writes = PeerWrites(cache.device)
@@ -168,7 +172,7 @@ class HiSparseWorker:
             InvariantError: somebody else has the pool registered: shut P/D down first.
         """
         if not self._closed:
-            self.copies.close(self._deadline_s)
+            self._pages.close(self._deadline_s)
             self._streams.drain(self._deadline_s)
             self._host.close()
             self._closed = True

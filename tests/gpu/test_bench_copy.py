@@ -26,6 +26,6 @@ def test_wrong_bytes_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.data_plane import pages
     from hisparse.ops.cuda.pages import PageCopier
 
-    monkeypatch.setattr(PageCopier, "spill", lambda self, pages, path: None)
+    monkeypatch.setattr(PageCopier, "spill", lambda self, pages: None)
     with pytest.raises(AssertionError, match="spill 16 pages: wrong bytes"):
         pages.measure(quick=True)

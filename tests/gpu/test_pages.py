@@ -1,4 +1,4 @@
-"""Page copies by the kernel and by the copy engine against copies of single byte ranges, over whole pools."""
+"""Page copies against copies of single byte ranges, over whole pools."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hisparse.layout import KVCacheLayout
 from hisparse.ops import reference
 from hisparse.ops.page_list import page_list, pair_list
 from hisparse.ops.status import NO_PAGE
+from tests.gpu.gate import Gate, no_waiting
 from tests.gpu.host_memory import HostMemory
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
 
@@ -41,7 +42,7 @@ class OnDevice:
         self.host_rows = [as_rows(pools.layout, layer) for layer in alias]
         self.rows = as_rows(pools.layout, self.device)
         assert self.rows.data_ptr() == self.device.data_ptr()
-        self.copier = PageCopier(pools.layout, self.rows, self.host_rows, ctas=ctas)
+        self.copier = PageCopier(pools.layout, self.rows, self.host_rows, ctas=ctas, send_ctas=ctas)
 
     def check(self, want: Pools) -> None:
         torch.cuda.synchronize()
@@ -72,40 +73,15 @@ def random_pages(layout, count, seed, *, in_runs=False, whole=False):
     return page_list(hosts, blocks, size if whole else rng.integers(0, size + 1, count))
 
 
-@pytest.mark.parametrize("path", ["kernel", "engine", "auto"])
 @pytest.mark.parametrize("operation", ["spill", "restore"])
-def test_between_device_and_host(layout, operation, path, memory):
+def test_between_device_and_host(layout, operation, memory):
     for count, seed, in_runs, whole in ((1, 0, False, False), (100, 1, False, False), (90, 2, True, True), (0, 3, False, True)):
         pools = Pools.random(layout, DEVICE, HOST, seed)
         ours, pages = OnDevice(pools, memory), random_pages(layout, count, seed, in_runs=in_runs, whole=whole)
         for _ in range(2):
-            getattr(ours.copier, operation)(pages, path=path)
+            getattr(ours.copier, operation)(pages)
         getattr(pools, operation)(pages)
         ours.check(pools)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 64, 500])
-def test_runs_of_rows_are_the_references(layout, num_rows, memory):
-    from hisparse.ops.cuda.pages import copy_pages
-
-    pools = Pools.random(layout, DEVICE, HOST, 11)
-    ours, make = OnDevice(pools, memory), torch.Generator().manual_seed(num_rows)
-    total, host_total = pools.rows.shape[0], pools.host_rows[0].shape[0]
-    to_host = torch.randperm(host_total // num_rows, generator=make)[:40] * num_rows
-    sources = torch.randint(0, total - num_rows, to_host.shape, generator=make)
-    copy_pages(ours.host_rows[2], to_host.cuda(), ours.rows, sources.cuda(), num_rows, ctas=5)
-    reference.copy_pages(pools.host_rows[2], to_host, pools.rows, sources, num_rows)
-    both = torch.randperm(total // num_rows, generator=make)[: 2 * (total // num_rows // 2)].view(2, -1) * num_rows
-    copy_pages(ours.rows, both[0].cuda(), ours.rows, both[1].cuda(), num_rows)
-    reference.copy_pages(pools.rows, both[0], pools.rows, both[1], num_rows)
-    ours.check(pools)
-    copy_pages(ours.rows, both[0, :0].cuda(), ours.rows, both[1, :0].cuda(), num_rows)
-    for change, words in (({"dst_first": both[0].cuda().int()}, "int64"), ({"src": ours.rows[:, :16]}, "alike"),
-                          ({"dst_first": both[0, :1].cuda()}, "alike")):
-        arguments = {"dst": ours.rows, "dst_first": both[0].cuda(), "src": ours.rows, "src_first": both[1].cuda(), **change}
-        with pytest.raises(InvariantError, match=words):
-            copy_pages(num_rows=num_rows, **arguments)
-    ours.check(pools)
 
 
 @pytest.mark.parametrize("ctas", [1, 7, 64])
@@ -118,19 +94,19 @@ def test_any_number_of_ctas_copies_the_same(ctas, memory):
     ours.check(pools)
 
 
-@pytest.mark.parametrize("path", ["kernel", "engine"])
 @pytest.mark.parametrize("on", ["device", "host"])
 @pytest.mark.parametrize("layered", [True, False])
-def test_scatter_of_staged_pages(layout, layered, on, path, memory):
+def test_scatter_of_staged_pages(layout, layered, on, memory):
     pools = Pools.random(layout, DEVICE, HOST, 3)
-    pages = random_pages(layout, 24, 3, in_runs=path == "engine", whole=path == "engine")
+    pages = random_pages(layout, 24, 3)
     pages[::3, 2:] = 0
     pages[7, -1] = 0
+    pages[1::4, 1] = 0
     raw = torch.randint(0, 256, (30 * layout.host_block_bytes,), dtype=torch.uint8)
     with HostMemory(raw.numel()) as staging:
         staging.cpu.copy_(raw)
         ours = OnDevice(pools, memory)
-        ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30, path=path)
+        ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30)
         pools.scatter(raw, pages, layered, 30)
         ours.check(pools)
 
@@ -209,20 +185,65 @@ def test_gather_in_a_graph_follows_its_tables(memory):
 
 
 def test_many_batches_follow_each_other_without_waiting(memory):
-    """Lists are uploaded from pinned memory that the next batch must not overwrite; a long copy delays the stream."""
+    """A batch's list is the launch's own: forty batches are queued while the device is held."""
     layout = LAYOUTS["fp8_ds_mla, 41,984 bytes"]
-    pools = Pools.random(layout, DEVICE, HOST, 9)
-    ours, ballast = OnDevice(pools, memory, ctas=1), torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    side = torch.cuda.Stream()
+    pools, gate = Pools.random(layout, DEVICE, HOST, 9), Gate()
+    ours, side = OnDevice(pools, memory, ctas=1), torch.cuda.Stream()
+    ours.copier.copy_blocks(pair_list([(3, 4)], 1))
+    pools.copy_blocks(pair_list([(3, 4)], 1))
+    torch.cuda.synchronize()
+    batches = [("spill" if seed % 2 else "restore", random_pages(layout, 5, seed)) for seed in range(40)]
+    for operation, pages in batches:
+        getattr(pools, operation)(pages)
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ballast.fill_(1), ballast.fill_(2)
-        for seed in range(40):
-            pages = random_pages(layout, 5, seed)
-            (ours.copier.spill if seed % 2 else ours.copier.restore)(pages)
-            (pools.spill if seed % 2 else pools.restore)(pages)
+    with torch.cuda.stream(side), no_waiting():
+        gate.hold(side)
+        for operation, pages in batches:
+            getattr(ours.copier, operation)(pages)
+        assert not side.query()
+        gate.open()
     torch.cuda.current_stream().wait_stream(side)
     ours.check(pools)
+
+
+def test_lists_longer_than_a_launch_takes(memory, monkeypatch):
+    """Several launches, also where the place in the list says which staged page is meant."""
+    from hisparse.ops.cuda import pages as module
+
+    layout = LAYOUTS["bfloat16"]
+    pools = Pools.random(layout, DEVICE, HOST, 10)
+    ours, listed = OnDevice(pools, memory), random_pages(layout, 100, 10)
+    raw = torch.randint(0, 256, (100 * layout.host_block_bytes,), dtype=torch.uint8)
+    monkeypatch.setattr(module, "LIST_WORDS", (40, 124))
+    ours.copier.spill(listed)
+    pools.spill(listed)
+    ours.check(pools)
+    for layered in (True, False):
+        ours.copier.scatter(raw.cuda(), listed, layered=layered, slot_pages=100)
+        pools.scatter(raw, listed, layered, 100)
+        ours.check(pools)
+    monkeypatch.undo()
+    many = np.repeat(pair_list([(7, 8)], 1), 3000, axis=0)
+    ours.copier.copy_blocks(many)
+    pools.copy_blocks(many[:1])
+    ours.check(pools)
+
+
+def test_a_captured_spill_repeats_its_list(memory):
+    layout = LAYOUTS["fp8_ds_mla"]
+    pools = Pools.random(layout, DEVICE, HOST, 12)
+    ours, pages = OnDevice(pools, memory), random_pages(layout, 20, 12)
+    ours.copier.spill(pages[:1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.copier.spill(pages)
+    for seed in range(2):
+        pools.device[1:] = torch.randint(0, 256, pools.device[1:].shape, generator=torch.Generator().manual_seed(seed)).byte()
+        ours.device.copy_(pools.device)
+        graph.replay()
+        pools.spill(pages)
+        ours.check(pools)
 
 
 def test_b14_pages_beyond_two_gib():

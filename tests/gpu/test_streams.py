@@ -16,13 +16,11 @@ import torch
 
 from hisparse.types import ResolveStats
 from hisparse.worker import (
-    Field,
     HostPool,
     PeerWrites,
     PinnedRing,
     Place,
     StepEvent,
-    StepInputs,
     StreamCopies,
     Streams,
     host_memory,
@@ -108,24 +106,6 @@ def test_uploads_survive_a_late_device(gate, streams):
         (got,) = ring.upload(np.array([i]))
         assert got.tolist() == [i]
     assert ring.num_slots == slots
-
-
-def test_inputs_of_a_captured_graph(streams):
-    inputs = StepInputs(PinnedRing(streams), {"a": Field((8,), torch.int32), "b": Field((8,), torch.bool)})
-    out = torch.zeros(8, dtype=torch.int32, device="cuda")
-    work = torch.cuda.Stream()
-    work.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(work):
-        out.copy_(torch.where(inputs["b"], inputs["a"] * 2, -5))
-    torch.cuda.current_stream().wait_stream(work)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out.copy_(torch.where(inputs["b"], inputs["a"] * 2, -5))
-    for n in range(9):
-        with no_waiting():
-            inputs.write(a=np.arange(n) + n, b=np.ones(n, dtype=bool))
-            graph.replay()
-        assert out.tolist() == [2 * (i + n) for i in range(n)] + [-5] * (8 - n)
 
 
 def test_counts_are_never_awaited_and_never_lost(gate, streams):

@@ -80,7 +80,8 @@ class Pools:
                 order = [layer for group in layout.residents for layer in group.layers]
                 by_layer = dict(zip(order, parts, strict=True))
             for layer, group in enumerate(layout.layer_group):
-                self._copy(self.host[layer, host], by_layer[layer], rows)
+                if host:
+                    self._copy(self.host[layer, host], by_layer[layer], rows)
                 if blocks[group]:
                     self._copy(self.page(layer, blocks[group]), by_layer[layer], rows)
 

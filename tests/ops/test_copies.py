@@ -34,12 +34,6 @@ def test_replay_repeats_the_plan_in_the_followers_rows():
     assert rows[20].tolist() == [6, 7] and rows[13].tolist() == [16, 17] and int(rows.isnan().all(1).sum()) == 30
 
 
-def test_copy_pages_copies_exactly_the_rows_asked_for():
-    src, dst = torch.arange(40, dtype=torch.float32)[:, None], torch.full((40, 1), NAN)
-    reference.copy_pages(dst, torch.tensor([32, 4]), src, torch.tensor([8, 20]), 3)
-    assert dst[32:35, 0].tolist() == [8, 9, 10] and dst[4:7, 0].tolist() == [20, 21, 22] and int(dst.isnan().sum()) == 34
-
-
 def filled() -> HotState:
     """Two seats, 8 slots; seat 0 holds positions 30..37 in slots 7..0, seat 1 holds 40 in slot 0."""
     state = HotState.empty(2, 8, 64)

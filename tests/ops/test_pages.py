@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hisparse.errors import InvariantError
-from hisparse.ops.page_list import page_list, pair_list, runs
+from hisparse.ops.page_list import ListRules, page_list, pair_list
 from hisparse.ops.reference import PageCopier
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
 
@@ -46,10 +46,11 @@ def test_between_device_and_host(pools, operation):
 
 
 @pytest.mark.parametrize("layered", [True, False])
-def test_scatter_fills_host_pages_and_the_blocks_that_are_named(pools, layered):
+def test_scatter_fills_the_host_pages_and_blocks_that_are_named(pools, layered):
     pages = random_pages(pools, 7)
     pages[[1, 4], 2:] = 0
     pages[5, -1] = 0
+    pages[[2, 4], 1] = 0
     staging = torch.randint(0, 256, (9 * pools.layout.host_block_bytes + 32,), dtype=torch.uint8)
     want = pools.clone()
     want.scatter(staging, pages, layered, 9)
@@ -123,9 +124,13 @@ def test_ids_outside_the_pools_are_refused(column, value, words):
     same(pools, before)
 
 
-def test_runs_end_where_an_id_does_not_follow():
-    pages = page_list([4, 5, 6, 7, 9], [(9, 3), (10, 4), (12, 5), (13, 6), (14, 7)], 64)
-    assert runs(pages).tolist() == [0, 2, 4, 5]
-    pages[1, 0] = 63
-    assert runs(pages).tolist() == [0, 1, 2, 4, 5]
-    assert runs(pages[:1]).tolist() == [0, 1] and runs(pages[:0]).tolist() == [0]
+@pytest.mark.parametrize(("at", "column", "value"), [(0, 2, 30), (1023, 1, 0), (1024, 3, -5), (2499, 0, 5)])
+def test_long_lists_are_checked_to_their_end(at, column, value):
+    pools = Pools.random(LAYOUTS["bfloat16"], DEVICE, HOST)
+    rules, pages = ListRules(pools.layout, DEVICE, HOST), np.repeat(random_pages(pools, 1), 2500, axis=0)
+    rules.check_pages(pages)
+    pages[at, column] = value
+    with pytest.raises(InvariantError, match=rf" {value}, outside"):
+        rules.check_pages(pages)
+    rules.check_pages(pages[:at])
+    rules.check_pages(pages[at + 1 :])

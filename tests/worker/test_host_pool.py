@@ -67,7 +67,7 @@ def test_layer_outermost_layout_and_headers(kind, tmp_path, pools):
     pool.keys[3] = 7
     pool.hand_out((3, 5), (11, 2**64 - 1), 2**63 + 5)
     assert pool.generations.tolist() == [0, 0, 0, 11, 0, 2**64 - 1] and not pool.keys.any()
-    pool.set_rows(np.array([3, 3, 5]), np.array([0, 3, 1]))
+    pool.row_masks[[3, 5]] = (0b1001, 0b10)
     assert pool.row_masks.tolist() == [0, 0, 0, 0b1001, 0, 0b10] and pool.incarnations[5] == 2**63 + 5
     pool.hand_out((3,), (12,), 1)
     assert pool.row_masks.tolist() == [0, 0, 0, 0, 0, 0b10] and pool.full_mask == 15
@@ -76,8 +76,8 @@ def test_layer_outermost_layout_and_headers(kind, tmp_path, pools):
 
 def test_a_full_mask_of_64_rows_fits():
     pool = HostPool.private(make_layout(block_size=64), 2)
-    pool.set_rows(np.ones(64, dtype=np.int64), np.arange(64))
-    assert int(pool.row_masks[1]) == pool.full_mask == 2**64 - 1
+    pool.row_masks[1] = pool.full_mask
+    assert int(pool.row_masks[1]) == 2**64 - 1
     pool.close()
 
 
@@ -100,7 +100,7 @@ def test_two_processes_see_the_same_rows_and_headers(tmp_path, pools):
     for layer in range(7):
         pools[0].rows(layer)[9] = 1000.0 * layer + 9
     pools[0].hand_out((2,), (41,), 1)
-    pools[0].set_rows(np.array([2]), np.array([1]))
+    pools[0].row_masks[2] = 0b10
     pools[0].keys[2] = 3
     peer.stdin.write("\n")
     peer.stdin.flush()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hisparse.errors import InvariantError
-from hisparse.worker import Field, Mark, PeerWrites, PinnedRing, Place, StepEvent, StepInputs, Streams
+from hisparse.worker import Mark, PeerWrites, PinnedRing, Place, StepEvent, Streams
 from hisparse.worker import streams as module
 from hisparse.worker.staging import MAX_SLOTS
 
@@ -130,27 +130,3 @@ def test_one_upload_of_many_arrays_and_large_ones():
     assert all(np.array_equal(t.numpy(), a) and t.numpy().dtype == a.dtype for t, a in zip(out, arrays, strict=True))
     plain = PinnedRing(Streams("cpu")).upload(*arrays)
     assert all(np.array_equal(t.numpy(), a) for t, a in zip(plain, arrays, strict=True))
-
-
-@pytest.mark.parametrize("make", [lambda: ring(Streams("cpu")), lambda: PinnedRing(Streams("cpu"))])
-def test_inputs_of_a_graph_keep_their_addresses(make):
-    fields = {
-        "tokens": Field((4,), torch.int64), "seats": Field((4,), torch.int32), "writes": Field((4,), torch.bool),
-        "pairs": Field((3, 2), torch.int32),
-    }
-    inputs = StepInputs(make(), fields, padding={"tokens": 0})
-    where = {name: inputs[name].data_ptr() for name in fields}
-    for n in (3, 1, 4, 0):
-        inputs.write(tokens=np.arange(n) + 10, seats=np.arange(n, dtype=np.int64), writes=np.ones(n, dtype=bool),
-                     pairs=np.full((min(n, 3), 2), 5))
-        assert inputs["tokens"].tolist() == [10 + i for i in range(n)] + [0] * (4 - n)
-        assert inputs["seats"].tolist() == list(range(n)) + [-1] * (4 - n)
-        assert inputs["writes"].tolist() == [True] * n + [False] * (4 - n)
-        assert inputs["pairs"].tolist() == [[5, 5]] * min(n, 3) + [[-1, -1]] * (3 - min(n, 3))
-    assert {name: inputs[name].data_ptr() for name in fields} == where
-    with pytest.raises(InvariantError, match=r"step inputs are \['pairs', 'seats', 'tokens', 'writes'\], got \['seats'\]"):
-        inputs.write(seats=np.zeros(1))
-    good = dict(tokens=np.zeros(1), seats=np.zeros(1), writes=np.zeros(1), pairs=np.zeros((1, 2)))
-    for bad in ({"seats": np.zeros(5)}, {"pairs": np.zeros((1, 3))}):
-        with pytest.raises(InvariantError, match="does not fit"):
-            inputs.write(**{**good, **bad})

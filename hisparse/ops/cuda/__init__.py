@@ -4,7 +4,7 @@ from hisparse.ops.cuda.append import append_rows, mark_rows
 from hisparse.ops.cuda.attention import sparse_mla
 from hisparse.ops.cuda.indexer import index_topk, write_keys
 from hisparse.ops.cuda.mirror import mirror_rows
-from hisparse.ops.cuda.pages import PageCopier, copy_pages
+from hisparse.ops.cuda.pages import PageCopier
 from hisparse.ops.cuda.replay import replay, reset_seats
 from hisparse.ops.cuda.resolve import resolve, resolve_pages
 from hisparse.ops.cuda.rope import rotate_heads
@@ -12,7 +12,6 @@ from hisparse.ops.cuda.rope import rotate_heads
 __all__ = [
     "PageCopier",
     "append_rows",
-    "copy_pages",
     "index_topk",
     "mark_rows",
     "mirror_rows",

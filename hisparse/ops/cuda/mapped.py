@@ -1,29 +1,23 @@
-"""Host memory that kernels read and write in place: registered with the driver, seen as CUDA tensors.
-
-Through the driver's own interface, which keeps no "last error" that a later, unrelated launch could stumble over.
-"""
+"""Host memory that kernels read and write in place: registered with the driver, seen as CUDA tensors."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hisparse.errors import ConfigError, InvariantError
+from hisparse.errors import InvariantError
+from hisparse.ops.cuda import driver
+from hisparse.ops.cuda.driver import DriverError
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
 """CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP."""
 
 
-class RegistrationError(Exception):
+class RegistrationError(DriverError):
     """The driver refused. `code` is CUDA's name of the reason, e.g. CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED."""
-
-    def __init__(self, call: str, code: str) -> None:
-        super().__init__(f"{call}: {code}")
-        self.code = code
 
 
 def register(address: int, num_bytes: int, device: torch.device) -> None:
@@ -71,19 +65,8 @@ class _Memory:
 
 
 def _call(name: str, device: torch.device, *args: Any) -> None:
-    library = _driver()
+    driver.bind_context(torch.cuda.current_device() if device.index is None else device.index)
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # binds the device's primary context to this thread
-        code = getattr(library, name)(*args)
+        code = getattr(driver.library(), name)(*args)
     if code:
-        text = ctypes.c_char_p()
-        library.cuGetErrorName(code, ctypes.byref(text))
-        raise RegistrationError(name, (text.value or str(code).encode()).decode())
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise ConfigError(f"the CUDA driver library does not load: {error}") from error
+        raise RegistrationError(name, driver.error_name(code))

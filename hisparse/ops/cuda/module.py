@@ -1,12 +1,15 @@
 """Compiled kernels: one NVRTC instance per (source, function, definitions), launched on torch's current stream.
 
 The sources need no CUDA headers, so NVRTC (the toolkit's or the `nvidia-cuda-nvrtc` wheel's) is all that is required.
-CuPy keeps the compiled instances on disk.
+CuPy compiles, loads and keeps the compiled instances on disk; launches go to the driver directly.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import ConfigError, InvariantError
+from hisparse.ops.cuda import driver
 from hisparse.ops.sources import kernel_sources
 
-Argument = Tensor | int | float | None
+Argument = Tensor | int | float | bytes | None
 OPTIONS = ("-std=c++17", "-default-device", "--extra-device-vectorization")
+_MAX_PARAMETERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +41,31 @@ class Instance:
         """Compiler options, in a fixed order, without the architecture."""
         return OPTIONS + tuple(f"-D{name}={value}" for name, value in sorted(self.defines.items()))
 
-    def key(self) -> tuple[str, str, tuple[tuple[str, int], ...]]:
-        return self.source, self.function, tuple(sorted(self.defines.items()))
-
 
 class Kernel:
-    """A loaded function.
+    """A loaded function, ready to be launched: where its parameters lie is asked once, a launch packs them and makes one call.
 
-    Stream: torch's current stream of the current device; never synchronises; may be captured in a CUDA graph once it
-    has been launched outside of one.
+    Stream: torch's current stream of the device that it was loaded for, which must be the current device; never synchronises;
+    may be captured in a CUDA graph once it has been launched outside of one.
+
+    Args:
+        function: handle of the driver. owner: what keeps it loaded. name: for errors.
+    Raises:
+        InvariantError: a parameter that is neither a pointer, nor `long long`, nor `float`.
     """
 
-    def __init__(self, function: Any, name: str) -> None:
-        self._function = function
-        self._name = name
+    def __init__(self, function: int, name: str, device: int, owner: object = None) -> None:
+        self._function, self._name, self._device, self._owner = function, name, device, owner
+        self._parameters = struct.Struct(_parameter_format(function, name))
+        self._block = ctypes.create_string_buffer(max(self._parameters.size, 1))
+        self._size = ctypes.c_size_t(self._parameters.size)
+        block_at, size_at = ctypes.addressof(self._block), ctypes.addressof(self._size)
+        # of cuLaunchKernel: the arguments as one block, instead of a pointer to each
+        self._extra = (ctypes.c_void_p * 5)(_BUFFER, block_at, _BUFFER_SIZE, size_at, 0)
+        self._extra_at = ctypes.addressof(self._extra)
+        self._pack_into = self._parameters.pack_into
+        self._launch, self._stream = driver.launch_calls()
+        self._lock = threading.Lock()
 
     def __call__(
         self, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0
@@ -58,34 +74,77 @@ class Kernel:
 
         Args:
             grid: up to three numbers of CTAs. threads: of a CTA.
-            args: tensor -> pointer, None -> null pointer, int -> `long long`, float -> `float`. A tensor must live as
-                long as the stream may run the launch; torch's allocator sees to it for the current stream.
+            args: tensor -> pointer, None -> null pointer, int -> `long long`, float -> `float`, bytes -> a struct (the rest of
+                it is zeros). A tensor must live as long as the stream may run the launch; torch's allocator sees to it for the
+                current stream.
         Raises:
-            InvariantError: a tensor is not on a CUDA device.
+            InvariantError: a tensor is not on a CUDA device, or the arguments are not what the function takes.
+            DriverError: the driver refused the launch, or an earlier one failed on the device.
         """
-        cupy = _cupy()
-        values: list[Any] = []
+        values: list[int | float | bytes] = []
         for arg in args:
             if isinstance(arg, Tensor):
                 if not arg.is_cuda:
                     raise InvariantError(f"{self._name}: a tensor of {list(arg.shape)} is on {arg.device}, not on CUDA")
                 values.append(arg.data_ptr())
-            elif arg is None:
-                values.append(0)
             else:
-                values.append(cupy.float32(arg) if isinstance(arg, float) else cupy.int64(arg))
-        with _stream(torch.cuda.current_stream().cuda_stream, torch.cuda.current_device()):
-            self._function(tuple(grid), (threads,), tuple(values), shared_mem=shared_bytes)
+                values.append(0 if arg is None else arg)
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = self._stream(self._device)
+        with self._lock:  # the driver has read the block when the call returns
+            try:
+                self._pack_into(self._block, 0, *values)
+                self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, 0, self._extra_at)
+            except struct.error as error:
+                kinds = ", ".join(type(arg).__name__ for arg in args)
+                raise InvariantError(f"{self._name} takes {self._parameters.format} (q = pointer or integer, f = float, s = "
+                                     f"struct), got {len(args)} arguments ({kinds}): {error}") from error
+            except RuntimeError as error:
+                self._launch_again(error, (x, y, z), threads, shared_bytes, stream)
+
+    def _launch_again(self, error: RuntimeError, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+                      stream: int) -> None:
+        """Once, with a context, on a thread that had none; else the error, with what was launched."""
+        try:
+            if getattr(error, "status", None) != driver.INVALID_CONTEXT:
+                raise error
+            driver.bind_context(self._device)
+            self._launch(self._function, *grid, threads, 1, 1, shared_bytes, stream, 0, self._extra_at)
+        except RuntimeError as final:
+            what = f"{self._name}, grid {list(grid)} of {threads} threads and {shared_bytes} bytes of shared memory"
+            raise driver.DriverError(f"{what}, on cuda:{self._device}", str(final)) from final
 
     def allow_large_clusters(self) -> None:
         """Lets the function run with clusters of 16 CTAs, which not every device has room for."""
-        driver = _cupy().cuda.driver
-        non_portable = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        driver.funcSetAttribute(self._function.kernel.ptr, non_portable, 1)
+        self._set_attribute(14, 1)  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
         """Raises the limit of dynamic shared memory (48 KiB otherwise)."""
-        self._function.max_dynamic_shared_size_bytes = num_bytes
+        self._set_attribute(8, num_bytes)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def _set_attribute(self, attribute: int, value: int) -> None:
+        code = driver.library().cuFuncSetAttribute(ctypes.c_void_p(self._function), attribute, value)
+        driver.check(code, f"{self._name}: attribute {attribute} = {value}")
+
+
+_BUFFER, _BUFFER_SIZE = 1, 2
+"""CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE."""
+
+
+def _parameter_format(function: int, name: str) -> str:
+    """Of `struct`: the parameters where the function has them."""
+    offset, size, form = ctypes.c_size_t(), ctypes.c_size_t(), "="
+    for index in range(_MAX_PARAMETERS):
+        code = driver.library().cuFuncGetParamInfo(
+            ctypes.c_void_p(function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size))
+        if code:  # there is no such parameter
+            return form
+        if size.value not in (4, 8) and size.value < 16:
+            raise InvariantError(f"{name}: parameter {index} has {size.value} bytes; kernels take pointers, long long, float "
+                                 "and structs of 16 bytes and more")
+        gap = offset.value - struct.calcsize(form)
+        form += ("x" * gap) + {8: "q", 4: "f"}.get(size.value, f"{size.value}s")
+    raise InvariantError(f"{name} takes more than {_MAX_PARAMETERS} parameters")
 
 
 def kernel(source: str, function: str, **defines: int) -> Kernel:
@@ -94,12 +153,11 @@ def kernel(source: str, function: str, **defines: int) -> Kernel:
     Raises:
         ConfigError: no CuPy, no NVRTC, no sources, or the source does not compile (with the compiler's messages).
     """
-    return _kernel(Instance(source, function, defines).key(), torch.cuda.current_device())
+    return _kernel(source, function, tuple(defines.items()), torch.cuda.current_device())
 
 
 @functools.cache
-def _kernel(key: tuple[str, str, tuple[tuple[str, int], ...]], device: int) -> Kernel:
-    source, function, defines = key
+def _kernel(source: str, function: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
     instance = Instance(source, function, dict(defines))
     cupy = _cupy()
     path = kernel_sources() / source
@@ -107,7 +165,9 @@ def _kernel(key: tuple[str, str, tuple[tuple[str, int], ...]], device: int) -> K
     try:
         with cupy.cuda.Device(device):
             module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
-            return Kernel(module.get_function(function), f"{source}:{function}")
+            loaded = module.get_function(function).kernel
+            driver.bind_context(device)
+            return Kernel(loaded.ptr, f"{source}:{function}", device, owner=loaded)
     except cupy.cuda.compiler.CompileException as error:
         raise ConfigError(f"{path} does not compile with {' '.join(options)}: {error}") from error
     except (ImportError, RuntimeError, OSError) as error:
@@ -160,19 +220,3 @@ def _cupy() -> Any:
     except ImportError as error:
         raise ConfigError(f"CUDA kernels are launched through CuPy: pip install hisparse[cuda] ({error})") from error
     return cupy
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(pointer: int, device: int) -> Any:
-    return _cupy().cuda.Stream.from_external(_Pointer(pointer, device))
-
-
-class _Pointer:
-    """What `Stream.from_external` asks of another library's stream."""
-
-    def __init__(self, pointer: int, device: int) -> None:
-        self._pointer = pointer
-        self.device = device
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer

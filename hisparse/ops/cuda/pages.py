@@ -1,10 +1,10 @@
-"""Copies of whole pages: a kernel on a few CTAs, or the copy engine where pages lie in long runs; see `kernels/pages.cu`."""
+"""Copies of whole pages by a few CTAs; see `kernels/pages.cu`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,35 +13,43 @@ from torch import Tensor
 
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
-from hisparse.ops.cuda.copy_engine import copy_strided
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
-from hisparse.ops.page_list import ListRules, PageList, runs
+from hisparse.ops.page_list import ListRules, PageList
 from hisparse.ops.reference.pages import check_gather, check_staging, staged_page
 
 COPY_CTAS = 16
-"""CTAs of a copy that runs beside a forward: enough for the host link, few of the device's."""
+"""CTAs of a copy to device memory: enough for the host link, few of the device's."""
+SEND_CTAS = 8
+"""CTAs of a copy to host memory; its threads are one warp each."""
 GATHER_CTAS = 128
 """CTAs of a gather, which the forward waits for."""
-ENGINE_RUN_PAGES = 256
-"""Pages in a run, on average, from which on the copy engine takes a batch.
-
-It costs about 15 us of CPU a layer and run; measured on one H200, 512 pages of 78 layers: 23 GB/s in runs of 8 (bound by the
-CPU), 49 in runs of 32, 53 from 128 on; the kernel 51 for any. But products on another stream take twice as long while the
-kernel copies, and no longer than alone beside the copy engine.
-"""
 THREADS, UNROLL = 512, 6
-PIECE_BYTES = THREADS * UNROLL * 16
-"""Of a run, for one CTA at a time."""
+STAGES, AHEAD, PIECE_BYTES = 2, 1, 10_752
+"""Of a CTA that sends: pieces in shared memory, those that are being loaded, and the most bytes of one.
+
+With SEND_CTAS they bound what is on its way to the host. docs/kernels.md has the rates of others, and their effect on a
+forward.
+"""
+LIST_WORDS = (1024, 8000)
+"""Of a list in a launch's parameters (at most 32,764 bytes), whole pages; a longer list is several launches."""
 _PART_WORDS = 8
 _PLACE = -1
 """As a column: the page's place in the list."""
 
+
+def _copy_instance(words: int) -> Instance:
+    return Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL, "LIST_WORDS": words})
+
+
+def _send_instance(words: int, stages: int = STAGES, ahead: int = AHEAD) -> Instance:
+    return Instance("pages.cu", "send_pages", {"STAGES": stages, "AHEAD": ahead, "LIST_WORDS": words})
+
+
 INSTANCES = (
-    Instance("pages.cu", "copy_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
-    Instance("pages.cu", "copy_runs", {"THREADS": THREADS, "UNROLL": UNROLL}),
+    *(_copy_instance(words) for words in LIST_WORDS),
+    *(_send_instance(words) for words in LIST_WORDS),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
 )
-Path = Literal["auto", "kernel", "engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,60 +63,33 @@ class _Parts:
     second_stride: int = 0
 
 
-def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int, *, ctas: int = COPY_CTAS) -> None:
-    """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`, on a bounded number of CTAs.
-
-    For whole pages of all layers, `PageCopier` needs one short list instead of a first row for each page and layer.
-
-    Args:
-        dst, src: rows, contiguous, cuda (or aliases of registered host memory), of one dtype and width; 16-byte aligned.
-        dst_first, src_first: int64 [m], cuda; inside the pools, dst distinct, no row both read and written (not checked).
-    Stream: the current one; no synchronisation; capture-safe after a first call.
-    Raises:
-        InvariantError: shapes, dtypes or strides that the kernel cannot take.
-    """
-    if dst.shape[1:] != src.shape[1:] or dst.dtype != src.dtype or dst_first.shape != src_first.shape or dst_first.ndim != 1:
-        raise InvariantError(f"rows {list(dst.shape)} {dst.dtype} from {list(src.shape)} {src.dtype}, first rows "
-                             f"{list(dst_first.shape)} from {list(src_first.shape)}: both sides must be alike")
-    row_bytes = dst.shape[1] * dst.element_size()
-    for place in (dst, src):
-        if not place.is_contiguous() or place.data_ptr() % 16 or row_bytes % 16:
-            raise InvariantError(f"rows must be contiguous and whole 16-byte units, got {list(place.shape)} {place.dtype} with "
-                                 f"strides {place.stride()}")
-    for first in (dst_first, src_first):
-        if first.dtype != torch.int64 or not first.is_contiguous():
-            raise InvariantError(f"first rows must be contiguous int64, got {first.dtype} with strides {first.stride()}")
-    num, run_bytes = dst_first.shape[0], num_rows * row_bytes
-    if num and num_rows:
-        _kernel("copy_runs")(
-            (min(ctas, num * -(-run_bytes // PIECE_BYTES)),),
-            THREADS,
-            (dst, dst_first, src, src_first, num, run_bytes, row_bytes, PIECE_BYTES),
-        )
-
-
 class PageCopier:
     """Page copies of one rank on CUDA; the contract of each is that of `hisparse.ops.reference.PageCopier`.
 
-    Lists are numpy arrays on the host: they are checked there, and uploaded once a batch from pinned memory.
+    Lists are numpy arrays on the host: they are checked there, and travel in the parameters of the launch. What writes to the
+    host is bounded in what it has on its way, so that a forward beside it keeps its speed; see `kernels/pages.cu`.
 
     Args:
         rows: the packed device allocation seen as rows, contiguous, cuda.
         host_rows: per layer, CUDA tensors that alias registered host memory; empty without a host pool.
-        ctas: of every copy but the gather.
-    Stream: every method runs on the current stream and returns at once; none may be captured but `gather_pages`.
+        ctas: of copies to device memory but the gather. send_ctas: of copies to the host.
+    Stream: every method runs on the current stream and returns at once; capture-safe, and a list is captured as it is
+    (`gather_pages` after a first call).
     """
 
-    def __init__(self, layout: KVCacheLayout, rows: Tensor, host_rows: Sequence[Tensor] = (), *, ctas: int = COPY_CTAS) -> None:
-        if ctas < 1:
-            raise InvariantError(f"a copy needs at least one CTA, got {ctas}")
+    def __init__(self, layout: KVCacheLayout, rows: Tensor, host_rows: Sequence[Tensor] = (), *, ctas: int = COPY_CTAS,
+                 send_ctas: int = SEND_CTAS) -> None:
+        if min(ctas, send_ctas) < 1:
+            raise InvariantError(f"a copy needs at least one CTA, got {ctas} and {send_ctas}")
         for place in (rows, *host_rows):
             if not place.is_cuda or not place.is_contiguous() or place.data_ptr() % 16 or place.dtype != rows.dtype:
                 raise InvariantError(f"rows must be contiguous, 16-byte aligned {rows.dtype} on CUDA, got {place.dtype} on "
                                      f"{place.device} with strides {place.stride()}")
         if host_rows and (len(host_rows) != layout.shape.num_layers or len({tuple(host.shape) for host in host_rows}) != 1):
             raise InvariantError(f"host_rows must be {layout.shape.num_layers} equal tensors, one a layer: {len(host_rows)}")
-        self.ctas = ctas
+        self.ctas, self.send_ctas = ctas, send_ctas
+        if layout.row.row_bytes % 16:
+            raise InvariantError(f"rows must be whole 16-byte units, got rows of {layout.row.row_bytes} bytes")
         self._layout, self._rows, self._host = layout, rows, tuple(host_rows)
         self._blocks = rows.shape[0] // layout.rows_per_block
         self._host_blocks = self._host[0].shape[0] // layout.block_size if self._host else 0
@@ -126,19 +107,22 @@ class PageCopier:
         self._cow = self._parts(*slices, strides=(layout.block_bytes, layout.block_bytes),
                                 most=[min(page, layout.block_bytes - start) for start in starts])
         self._staged: dict[tuple[bool, int], _Parts] = {}
+        for words in LIST_WORDS:  # loading one later, in a step, would wait for the device
+            for instance in (_copy_instance, _send_instance):
+                _loaded(instance, words, torch.cuda.current_device())
 
-    def spill(self, pages: PageList, *, path: Path = "auto") -> None:
+    def spill(self, pages: PageList) -> None:
         """Device pages to their host pages, the first `rows` rows in every layer."""
         self._rules.check_pages(pages)
-        self._copy(self._spill, pages, path)
+        self._copy(self._spill, pages, send=True)
 
-    def restore(self, pages: PageList, *, path: Path = "auto") -> None:
+    def restore(self, pages: PageList) -> None:
         """Host pages to their device pages, the first `rows` rows in every layer."""
         self._rules.check_pages(pages)
-        self._copy(self._restore, pages, path)
+        self._copy(self._restore, pages)
 
-    def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int, path: Path = "auto") -> None:
-        """Staged pages to host pages, and to device pages where a block is not 0. `staging`: device memory or an alias."""
+    def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int) -> None:
+        """Staged pages to host and device pages, where a block is not 0. `staging`: device memory or an alias."""
         self._rules.check_staged(pages)
         check_staging(self._layout, staging, len(pages), slot_pages)
         if not staging.is_cuda or staging.data_ptr() % 16:
@@ -146,22 +130,23 @@ class PageCopier:
         parts = self._staged.get((layered, slot_pages))
         if parts is None:
             places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
-            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part, self._device_part,
+            no_host = [(0, 0)] * len(places)
+            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
                                 strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
             self._staged[layered, slot_pages] = parts
-        self._copy(parts, pages, path, staging.data_ptr())
+        self._copy(parts, pages, send=True, source_base=staging.data_ptr(), placed=True)
 
     def copy_blocks(self, pairs: PageList) -> None:
         """Whole device blocks of any group, (from, to); the rows of the list are ignored."""
         self._rules.check_block_pairs(pairs)
         whole = pairs.copy()
         whole[:, 0] = self._layout.block_size
-        self._copy(self._cow, whole, "kernel")
+        self._copy(self._cow, whole)
 
     def copy_host_pages(self, pairs: PageList) -> None:
         """Host pages, (from, to), the first `rows` rows in every layer; over the host link and back."""
         self._rules.check_host_pairs(pairs)
-        self._copy(self._fork, pairs, "kernel")
+        self._copy(self._fork, pairs, send=True)
 
     def gather_pages(
         self,
@@ -192,7 +177,7 @@ class PageCopier:
         host = self._host[layer] if self._host else None
         if not num_pages:
             return
-        _kernel("gather_pages")(
+        kernel("pages.cu", "gather_pages", THREADS=THREADS, UNROLL=UNROLL)(
             (min(ctas, num_pages),),
             THREADS,
             (
@@ -203,37 +188,26 @@ class PageCopier:
             ),
         )
 
-    def _copy(self, parts: _Parts, pages: PageList, path: Path, source_base: int = 0) -> None:
-        num = len(pages)
-        if not num:
+    def _copy(self, parts: _Parts, pages: PageList, *, send: bool = False, source_base: int = 0, placed: bool = False) -> None:
+        """Args: send: to the host. placed: the source's column is the page's place in the list."""
+        if not len(pages):
             return
-        if path == "engine" or (path == "auto" and num >= ENGINE_RUN_PAGES):
-            pieces = runs(pages)
-            if path == "engine" or num >= ENGINE_RUN_PAGES * (len(pieces) - 1):
-                self._by_engine(parts, pages, pieces, source_base)
-                return
-        num_parts = parts.lines.shape[0]
-        _kernel("copy_pages")(
-            (min(self.ctas, num * num_parts),),
-            THREADS,
-            (self._upload(pages), pages.shape[1], num, parts.on_device, num_parts, self._layout.row.row_bytes,
-             source_base, parts.source_stride, parts.target_stride, parts.second_stride),
-        )
-
-    def _by_engine(self, parts: _Parts, pages: PageList, pieces: npt.NDArray[np.int64], source_base: int) -> None:
-        """One strided copy for each piece, layer and target."""
-        row_bytes = self._layout.row.row_bytes
-        targets = ((2, parts.target_stride), (4, parts.second_stride))
-        for first, end in zip(pieces[:-1].tolist(), pieces[1:].tolist(), strict=True):
-            ids = [first, *pages[first].tolist()]  # behind column c stands ids[c + 1]; the place in the list is column -1
-            width = ids[1] * row_bytes
-            for line in parts.lines.tolist():
-                source = source_base + line[0] + ids[line[1] + 1] * parts.source_stride
-                for at, stride in targets:
-                    column = line[at + 1]
-                    if column and ids[column + 1]:
-                        copy_strided(line[at] + ids[column + 1] * stride, stride, source, parts.source_stride,
-                                     min(width, line[6]), end - first)
+        num, width = pages.shape
+        longest, num_parts, page_bytes = LIST_WORDS[-1] // width, parts.lines.shape[0], self._layout.layer_page_bytes
+        for first in range(0, num, longest):
+            part = pages[first : first + longest]
+            words = next(words for words in LIST_WORDS if part.size <= words)
+            launch = _loaded(_send_instance if send else _copy_instance, words, torch.cuda.current_device())
+            base = source_base + first * parts.source_stride if placed else source_base
+            args = (part.tobytes(), width, len(part), parts.on_device, num_parts, self._layout.row.row_bytes,
+                    base, parts.source_stride, parts.target_stride, parts.second_stride)
+            if send:
+                pieces = -(-page_bytes // PIECE_BYTES)
+                piece_bytes = -(-page_bytes // (16 * pieces)) * 16
+                ctas = min(self.send_ctas, len(part) * num_parts * pieces)
+                launch((ctas,), 32, (*args, pieces, piece_bytes), STAGES * piece_bytes)
+            else:
+                launch((min(self.ctas, len(part) * num_parts),), THREADS, args)
 
     def _parts(self, source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]],
                second: Sequence[tuple[int, int]] | None = None, *, strides: Sequence[int],
@@ -247,12 +221,8 @@ class PageCopier:
         return _Parts(lines=lines, on_device=torch.from_numpy(lines).to(self._rows.device), source_stride=strides[0],
                       target_stride=strides[1], second_stride=strides[2] if second is not None else 0)
 
-    def _upload(self, pages: PageList) -> Tensor:
-        """torch's pinned cache keeps the host copy until the stream has read it."""
-        pinned = torch.empty(pages.shape, dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[...] = pages
-        return pinned.to(self._rows.device, non_blocking=True)
 
-
-def _kernel(function: str) -> Kernel:
-    return kernel("pages.cu", function, THREADS=THREADS, UNROLL=UNROLL)
+@functools.cache
+def _loaded(instance: Callable[[int], Instance], words: int, device: int) -> Kernel:
+    made = instance(words)
+    return kernel(made.source, made.function, **made.defines)

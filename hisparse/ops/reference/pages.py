@@ -44,7 +44,7 @@ class PageCopier:
         self._between(pages, to_host=False)
 
     def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int) -> None:
-        """Staged pages, in the order of the list, to host pages, and to device pages where a block is not 0.
+        """Staged pages, in the order of the list, to host and device pages, where a block is not 0.
 
         Args:
             staging: uint8, contiguous: `[layer][slot_pages][page bytes]` if `layered` (it came from a host pool), else
@@ -61,7 +61,9 @@ class PageCopier:
         for layer, group in enumerate(layout.layer_group):
             offset, stride = staged_page(layout, layer, slot_pages, layered)
             first = (offset + place * stride) // layout.row.row_bytes
-            _move(self._host[layer], host * layout.block_size, staged, first, count)
+            there = host > 0
+            if bool(there.any()):
+                _move(self._host[layer], host[there] * layout.block_size, staged, first[there], count[there])
             there = device[:, group] > 0
             target = self._first(layer, device[:, group])
             _move(self._rows, target[there], staged, first[there], count[there])

@@ -145,12 +145,6 @@ def mark_rows(
         row_masks[pages] |= 1 << bit if bit < 63 else -(1 << 63)
 
 
-def copy_pages(dst: Tensor, dst_first: Tensor, src: Tensor, src_first: Tensor, num_rows: int) -> None:
-    """Copies `num_rows` rows of each page: `dst[dst_first[i] + j] = src[src_first[i] + j]`. First rows: int64."""
-    step = torch.arange(num_rows, device=dst_first.device)
-    dst.index_copy_(0, (dst_first[:, None] + step).reshape(-1), src.index_select(0, (src_first[:, None] + step).reshape(-1)))
-
-
 def stored(new: Tensor, rows: Tensor) -> Tensor:
     """`new` [m, latent + rope] in the storage format of `rows`: as it is, rounded to nearest even, or fp8_ds_mla."""
     if rows.dtype == torch.uint8:

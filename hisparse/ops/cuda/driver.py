@@ -1,0 +1,63 @@
+"""The CUDA driver's C interface: loaded once, errors by name.
+
+Through the driver, and not the runtime, which keeps a "last error" that a later, unrelated launch could stumble over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hisparse.errors import ConfigError
+
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: this thread has used no device yet."""
+
+
+class DriverError(RuntimeError):
+    """The driver refused. `code` is CUDA's name of the reason, e.g. CUDA_ERROR_INVALID_VALUE."""
+
+    def __init__(self, call: str, code: str) -> None:
+        super().__init__(f"{call}: {code}")
+        self.code = code
+
+
+@functools.cache
+def library() -> Any:
+    """libcuda. Raises ConfigError where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(f"the CUDA driver library does not load: {error}; install the NVIDIA driver, or set model.device to "
+                          "cpu") from error
+
+
+def error_name(code: int) -> str:
+    """CUDA's name of a status, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
+    text = ctypes.c_char_p()
+    library().cuGetErrorName(code, ctypes.byref(text))
+    return (text.value or str(code).encode()).decode()
+
+
+def check(code: int, call: str) -> None:
+    """Raises DriverError unless `code` is success."""
+    if code:
+        raise DriverError(call, error_name(code))
+
+
+def bind_context(device: int) -> None:
+    """Makes the primary context of `device` current on this thread, as torch does before its own first call."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()
+
+
+def launch_calls() -> tuple[Callable[..., None], Callable[[int], int]]:
+    """cuLaunchKernel, by CuPy's compiled binding, which costs a third of a call through ctypes and raises RuntimeError with a
+    `status`; and device -> the driver's handle of torch's current stream, at a tenth of the cost of a Stream object."""
+    from cupy_backends.cuda.api.driver import launchKernel
+
+    return launchKernel, torch._C._cuda_getCurrentRawStream
