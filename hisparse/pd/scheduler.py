@@ -24,6 +24,7 @@ from hisparse.pd.endpoint import RETIRED_S, RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
+from hisparse.pd.paging import Fingerprint, PeerLayouts, source_pages
 from hisparse.pd.planner import LandingPlanner
 from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
 from hisparse.types import ImportTarget, Landing, RequestPages
@@ -82,19 +83,20 @@ class PDConnectorScheduler:
 
     Args:
         engine_id: unique among a deployment's engines, stable over restarts. incarnation: random, new at each start.
-        num_ranks: of this engine. fingerprint: what both sides must agree on; default the layout's own (pass one that
-            also covers the checkpoint where peers may run other weights of the same shape).
+        num_ranks: of this engine. fingerprint: of a layout, what both sides must agree on (pass one that also covers the
+            checkpoint where peers may run other weights of the same shape).
     """
 
     name = "pd"
 
     def __init__(self, layout: KVCacheLayout, config: PDConfig, *, engine_id: str, incarnation: int, num_ranks: int,
-                 fingerprint: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 fingerprint: Fingerprint = KVCacheLayout.fingerprint,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < len(engine_id) <= MAX_ENGINE_ID_CHARS:
             raise ConfigError(f"engine_id must have 1..{MAX_ENGINE_ID_CHARS} characters, got {len(engine_id)}")
         self._layout, self._config, self._num_ranks = layout, config, num_ranks
         self.engine_id, self.incarnation = engine_id, incarnation
-        self._fingerprint = fingerprint if fingerprint is not None else layout.fingerprint()
+        self._fingerprint, self._layouts = fingerprint, PeerLayouts(layout)
         self._endpoints: tuple[RankEndpoint, ...] = ()
         self._leases = LeaseTable(clock)
         self._next_lease = 1
@@ -131,12 +133,17 @@ class PDConnectorScheduler:
         self._endpoints = tuple(endpoints)
 
     def workers_restarted(self, incarnation: int, endpoints: Sequence[RankEndpoint]) -> None:
-        """All ranks were replaced: leases end, imports in flight fail at the next update, late acks are ignored."""
+        """All ranks were replaced: leases end, imports that were not reported yet fail at the next update (also those of
+        nothing: the prefix they relied on is gone), late acks are ignored."""
         self.incarnation = incarnation
         self.set_endpoints(endpoints)
         self._leases.end_all()
         jobs, self._jobs = self._jobs, {}
         self._plans, self._cancels = [], []
+        for request_id in self._loaded:
+            self._remotes[request_id].state = _RemoteState.FAILED
+            self._failed[request_id] = f"{ImportFailure.RESTARTED.value}: the workers restarted before the import was used"
+        self._loaded.clear()
         for job in jobs.values():
             job.failures.append((-1, ImportFailure.RESTARTED, "the workers restarted during the import"))
             self._end_job(job, self._loaded, self._failed, self._drained)
@@ -162,7 +169,8 @@ class PDConnectorScheduler:
         else:
             self._leases.open(lease_id, request_id, self._config.lease_s)
         return encode_params(
-            layout=self._layout, fingerprint=self._fingerprint, engine_id=self.engine_id, incarnation=self.incarnation,
+            layout=self._layout, fingerprint=self._fingerprint(self._layout), engine_id=self.engine_id,
+            incarnation=self.incarnation,
             lease_id=lease_id, lease_s=self._config.lease_s, num_tokens=0 if empty else pages.num_tokens,
             prompt_digest=prompt_digest,
             endpoints=self._endpoints, table=table_of(pages, generations))
@@ -194,7 +202,7 @@ class PDConnectorScheduler:
         if current is not None and current.state is _RemoteState.IMPORTING:
             raise InvariantError(f"request {request_id} is importing; a new prefill answer cannot replace that")
         try:
-            kv = decode_params(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
+            kv = decode_params(kv_transfer_params, layouts=self._layouts, fingerprint=self._fingerprint)
             self._check_incarnation(kv.engine_id, kv.incarnation)
             if num_prompt_tokens is not None and kv.num_tokens > num_prompt_tokens:
                 raise ProtocolError(f"prefill holds {kv.num_tokens} tokens for a prompt of {num_prompt_tokens}")
@@ -216,7 +224,7 @@ class PDConnectorScheduler:
         Never raises for what the peer sent: where the lease or its owner cannot be read, it runs out by itself.
         """
         try:
-            header = decode_header(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
+            header = decode_header(kv_transfer_params, layouts=self._layouts, fingerprint=self._fingerprint)
             self._check_incarnation(header.engine_id, header.incarnation)
         except ProtocolError:
             return
@@ -255,10 +263,12 @@ class PDConnectorScheduler:
             return
         job_id, self._next_job = self._next_job, self._next_job + 1
         ranks = range(self._num_ranks)
+        first, behind, skip = source_pages(first_token=pages.first_page * self._layout.block_size,
+                                           num_tokens=pages.num_tokens, block_size=kv.paging.block_size)
         self._plans.append(ImportPlan(
             job_id=job_id, peer_id=kv.engine_id, landing=target.landing,
             sources=tuple(kv.endpoints[rank * len(kv.endpoints) // self._num_ranks] for rank in ranks),
-            source=kv.pages.slice(pages.first_page, last), destination=table_of(pages),
+            source=kv.pages.slice(first, behind), source_paging=kv.paging, source_skip=skip, destination=table_of(pages),
             tail_rows=pages.num_tokens - (last - 1) * self._layout.block_size,
             deadline_s=self._config.transfer_deadline_s))
         self._jobs[job_id] = _Job(request_id=request_id, waiting=set(ranks))

@@ -26,7 +26,7 @@ from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
 from tests.mutations.faults import Fault, Patch, wrap
-from tests.pd.engines import Job
+from tests.pd.prefill import Job
 
 
 # ----------------------------------------------------------------------------------------------- generations
@@ -41,7 +41,7 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         original(self, plan)
         job = self._jobs[plan.job_id]
         if job.failure is None:
-            batches = plan_check(plan, job.source, job.rows_of, GENERATION_BYTES)
+            batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
             job.waiting.extendleft(hisparse.pd.importer._Read(runs=batch) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",

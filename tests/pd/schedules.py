@@ -6,7 +6,9 @@ A schedule makes random moves on a `World`, then the faults stop and the world m
 from __future__ import annotations
 
 from hisparse.pd.endpoint import RETIRED_S
-from tests.pd.world import FAULTS, LIVE, MAX_LIVE, State, World
+from tests.pd.disasters import MAX_LIVE
+from tests.pd.requests import LIVE, State
+from tests.pd.world import FAULTS, World
 
 SETTLE_ROUNDS, ROUND_S = 300, 0.25
 TICKS_S, CALM_TICKS_S = (0.02, 0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 4.0), (0.02, 0.3, 0.8)
@@ -88,7 +90,7 @@ def probe(world: World) -> None:
 MOVES: dict[str, tuple[float, float]] = {
     "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 5), "admit": (8, 8), "step": (8, 8),
     "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (4, 4), "finish": (3, 3),
-    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "lose_lease": (0, 5),
+    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "restart_prefill_ranks": (0, 0.4), "lose_lease": (0, 5),
     "restart_decode": (0, 0.1), "restart_ranks": (0, 0.2), "lose_answer": (0, 0.2), "late_twin": (0, 1.5),
 }
 """Weights in a calm schedule and in others."""
@@ -107,7 +109,7 @@ def move(world: World, name: str) -> None:
         prefill.begin()
     elif name == "write":
         prefill.write(rng.choice((4, 40, 400)))
-    elif name in ("answer", "listen", "kill", "restart", "lose_lease"):
+    elif name in ("answer", "listen", "kill", "restart", "restart_prefill_ranks", "lose_lease"):
         getattr(world, name)(prefill)
     elif name in ("obey", "pump", "copy"):
         getattr(decode, name)(rank)

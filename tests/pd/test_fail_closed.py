@@ -29,6 +29,8 @@ EXPECTED = (
     "failed: generation", "failed: refused", "failed: timeout", "failed: transfer", "failed: restarted",
     "closed while asked", "closed while offered", "closed while importing", "closed while loaded",
     "lease lost", "prefill killed", "prefill cut off", "prefill restarted", "decode restarted", "decode ranks restarted",
+    "prefill ranks restarted", "larger pages at prefill", "smaller pages at prefill", "from the middle of a page of prefill",
+    "other groups at prefill", "shared host pool", "nothing to read",
 )
 """What the bounded profile must meet: it is no proof of what it never sees."""
 

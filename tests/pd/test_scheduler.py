@@ -11,6 +11,7 @@ import pytest
 
 from hisparse.config import PDConfig
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
+from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportAck, ImportFailure, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.loopback import LoopbackNetwork
@@ -30,11 +31,12 @@ class Engine:
 
     def __init__(self, name: str, *, num_ranks: int = 1, incarnation: int = INC, clock: FakeClock | None = None,
                  fingerprint: str | None = None, **config: Any) -> None:
+        mark = (lambda _: fingerprint) if fingerprint else KVCacheLayout.fingerprint
         self.clock = clock or FakeClock()
         self.side = Side(name, LoopbackNetwork(), num_ranks=num_ranks, incarnation=incarnation)
         self.num_ranks, self.incarnation, self.steps = num_ranks, incarnation, 0
         self.pd = PDConnectorScheduler(LAYOUT, PDConfig(**config), engine_id=name, incarnation=incarnation,
-                                       num_ranks=num_ranks, clock=self.clock, fingerprint=fingerprint)
+                                       num_ranks=num_ranks, clock=self.clock, fingerprint=mark)
         self.pd.set_endpoints(self.side.endpoints)
 
     def grant(self, request_id: str) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def test_b30_client_gone_before_the_grant_frees_the_pages_at_once() -> None:
 def test_junk_notices_are_counted_and_change_nothing() -> None:
     prefill = Engine("p")
     prefill.grant("p-1")
-    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":1,"kind":"release","lease":"other"}'))])
+    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":2,"kind":"release","lease":"other"}'))])
     assert prefill.pd.take_expired() == () and prefill.pd.stats().bad_notices == 1
 
 
