@@ -105,6 +105,7 @@ class OffloadingScheduler:
         self._planned_stores: list[OffloadJob] = []
         self._loading: dict[str, int] = {}  # live request -> its load job
         self._failed_at_once: dict[str, str] = {}
+        self._drained_at_once: list[str] = []
         self._stored = self._loaded = self._evicted = self._refused = self._loads_failed = self._late_acks = 0
 
     # ---- IndexerOffload
@@ -170,7 +171,7 @@ class OffloadingScheduler:
         loaded: set[str] = set()
         failed, self._failed_at_once = self._failed_at_once, {}
         released: list[int] = []
-        drained: list[str] = []
+        drained, self._drained_at_once = self._drained_at_once, []
         for output in outputs:
             for ack in output.acks:
                 if not 0 < ack.job_id < self._next_job_id:
@@ -194,7 +195,8 @@ class OffloadingScheduler:
 
     def request_closed(self, request_id: str) -> None:
         """A load in flight goes on until drained; LoadEvents.drained then names the request, once."""
-        self._failed_at_once.pop(request_id, None)
+        if self._failed_at_once.pop(request_id, None) is not None:
+            self._drained_at_once.append(request_id)
         job_id = self._loading.pop(request_id, None)
         if job_id is not None:
             self._jobs[job_id].closed = True
@@ -204,14 +206,14 @@ class OffloadingScheduler:
         return frozenset((*self._loading, *self._failed_at_once))
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs or self._failed_at_once)
+        return bool(self._jobs or self._failed_at_once or self._drained_at_once)
 
     def workers_restarted(self) -> LoadEvents:
         """The ranks' stores are gone: nothing is held any more, every job in flight ends now, late acks are ignored."""
         jobs, self._jobs = self._jobs, {}
         failed, self._failed_at_once = self._failed_at_once, {}
         released: list[int] = []
-        drained: list[str] = []
+        drained, self._drained_at_once = self._drained_at_once, []
         for job in jobs.values():
             if job.request_id is None:
                 released.extend(job.device_blocks)

@@ -123,6 +123,18 @@ def test_load_of_a_page_that_was_evicted_since_the_hit_fails_without_a_copy() ->
     assert list(events.failed) == ["r"] and scheduler.update([]).failed == {}
 
 
+def test_a_load_that_failed_at_once_and_was_closed_unheard_is_drained_once() -> None:
+    """Whoever saw it loading waits for its end."""
+    scheduler = OffloadingScheduler(4, num_ranks=2)
+    scheduler.plan_load("r", [key(1)], [9])
+    assert scheduler.loading() == {"r"}
+    scheduler.request_closed("r")
+    assert scheduler.loading() == frozenset() and scheduler.has_pending_work()
+    events = scheduler.update([])
+    assert events.drained == ("r",) and not events.failed
+    assert scheduler.update([]).drained == () and not scheduler.has_pending_work()
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["ack0", "ack1", "close"])))
 def test_b17_b18_abort_in_any_order_ends_the_load_once(order: tuple[str, ...]) -> None:
     scheduler = OffloadingScheduler(1, num_ranks=2)

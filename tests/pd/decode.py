@@ -25,7 +25,7 @@ class Decode(Engine):
 
     def reads(self, request_id: str) -> bool:
         """Some rank has begun with the request's import and is not done."""
-        return any(self.pd._importing.get(request_id) in importer._jobs for importer in self.importers)
+        return any(self.pd._jobs._by_request.get(request_id) in importer._jobs for importer in self.importers)
 
     def free(self, pages: RequestPages) -> None:
         """Nothing may be on its way to free pages. They carry a canary: whoever writes to them all the same is found."""

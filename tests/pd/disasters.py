@@ -12,7 +12,7 @@ from tests.pd.prefill import Prefill
 from tests.pd.requests import LIVE, Request, State
 
 if TYPE_CHECKING:
-    from tests.pd.world import World
+    pass
 
 MAX_LIVE = 8
 
@@ -49,17 +49,18 @@ class Disasters:
             prefill.replace_ranks()
 
     def lose_lease(self, prefill: Prefill) -> None:
-        """Prefill lets go of pages that somebody may be reading."""
-        if prefill.alive and prefill.leased:
-            self.met["lease lost"] += 1
-            read = [r.prefill_id for r in self.of(State.IMPORTING) if r.prefill is prefill and r.prefill_id in prefill.leased
-                    and self.decode.reads(r.request_id)]
-            prefill.pd.release_request(self.rng.choice(read or list(prefill.leased)))
-            prefill.collect()
+        """Prefill lets go of pages and uses them at once: of some that are being read, seldom of others."""
+        read = [r for r in self.of(State.IMPORTING) if r.prefill_id in r.prefill.leased and self.decode.reads(r.request_id)]
+        victim = self.rng.choice(read) if read else None
+        prefill = victim.prefill if victim is not None else prefill
+        if prefill.alive and prefill.leased and (read or self.rng.random() < 0.15):
+            self.met["lease lost while it was read" if read else "lease lost"] += 1
+            prefill.pd.release_request(victim.prefill_id if victim is not None else self.rng.choice(list(prefill.leased)))
+            prefill.collect(next_out=True)
             if not prefill.queue and len(self.of(*LIVE)) < MAX_LIVE:
                 self.arrive(prefill)
-            if prefill.begin() and self.rng.random() < 0.8:
-                prefill.write(self.rng.choice((4, 1000)))
+            if prefill.begin():
+                prefill.write(self.rng.choice((4, 100, 1000)), prefill.jobs[-1])
 
     def restart_decode(self) -> None:
         """All of it: clients see their connection end."""

@@ -80,9 +80,10 @@ class Engine:
             self.transports.append(transport)
             self.endpoints.append(memory.memory.endpoint(rank, agent, transport.metadata()))
             self.importers.append(Importer(
-                memory.memory, transport, rank=rank, host_writer=self.writes_host(rank), staging_slots=self.config.staging_slots,
-                slot_pages=self.config.staging_slot_pages, direct=self.config.landing_path == "direct",
-                drain_s=self.drain_s, clock=self.clock, copy_engine=self._copy_engine(self.copies[rank])))
+                memory.memory, transport, rank=rank, host_writer=self.writes_host(rank),
+                staging_slots=self.config.staging_slots, slot_pages=self.config.staging_slot_pages,
+                direct=self.config.landing_path == "direct", drain_s=self.drain_s, clock=self.clock,
+                copy_engine=self._copy_engine(self.copies[rank])))
 
     def ranks_die(self, *, linger: bool = False) -> None:
         """Every process is gone; what they had not reported yet stays in the mail. linger: cut off, but readable."""

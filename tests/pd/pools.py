@@ -71,11 +71,12 @@ class Pools:
             generations[list(ids)] += np.uint64(1)
         return pages
 
-    def give(self, pages: RequestPages) -> None:
+    def give(self, pages: RequestPages, *, next_out: bool = False) -> None:
+        """Frees pages. next_out: they are the first to be handed out again; else by chance."""
         device, host = ids_of(pages)
         assert not set(device) & set(self.device) and not set(host) & set(self.host), "freed twice"
         for free, ids in ((self.device, device), (self.host, host)):
-            free[:] = [*free, *ids] if self.rng.random() < 0.5 else [*ids, *free]
+            free[:] = [*free, *ids] if next_out or self.rng.random() < 0.5 else [*ids, *free]
 
     def full(self) -> bool:
         return len(self.device) == DEVICE_BLOCKS - 1 and len(self.host) == HOST_BLOCKS - 1

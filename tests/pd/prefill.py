@@ -56,12 +56,12 @@ class Prefill(Engine):
         self.jobs.append(job)
         return True
 
-    def write(self, most: int) -> bool:
-        """Some job writes some of its bytes; a rank hears of a hand-out before it writes."""
+    def write(self, most: int, job: Job | None = None) -> bool:
+        """Some job (or that one) writes some of its bytes; a rank hears of a hand-out before it writes."""
         jobs = [job for job in self.jobs if not job.is_written()]
         if not jobs:
             return False
-        job = self.rng.choice(jobs)
+        job = job or self.rng.choice(jobs)
         for _ in range(min(most, len(job.writes))):
             rank, layer, page = job.writes.pop()
             if rank in job.unsaid:
@@ -92,10 +92,10 @@ class Prefill(Engine):
                                prompt_digest=job.content.digest)
         return job.prefill_id, json.loads(json.dumps(params))
 
-    def collect(self) -> None:
+    def collect(self, *, next_out: bool = False) -> None:
         """Pages of leases that ended are free at once."""
         for prefill_id in self.pd.take_expired():
-            self.pools.give(self.leased.pop(prefill_id))
+            self.pools.give(self.leased.pop(prefill_id), next_out=next_out)
 
     def replace_ranks(self) -> None:
         """The ranks alone: every page is lost, so leases end, and prompts that were being computed begin anew."""

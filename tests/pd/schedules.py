@@ -90,8 +90,9 @@ def probe(world: World) -> None:
 MOVES: dict[str, tuple[float, float]] = {
     "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 5), "admit": (8, 8), "step": (8, 8),
     "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (4, 4), "finish": (3, 3),
-    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "restart_prefill_ranks": (0, 0.4), "lose_lease": (0, 5),
-    "restart_decode": (0, 0.1), "restart_ranks": (0, 0.2), "lose_answer": (0, 0.2), "late_twin": (0, 1.5),
+    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "lose_lease": (0, 14),
+    "restart_prefill_ranks": (0, 0.4), "restart_decode": (0, 0.1), "restart_ranks": (0, 0.4), "lose_answer": (0, 0.2),
+    "late_twin": (0, 1.5),
 }
 """Weights in a calm schedule and in others."""
 

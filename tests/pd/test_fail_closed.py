@@ -20,7 +20,7 @@ from tests.mutations.pd_faults import PD_FAULTS
 from tests.pd.schedules import live
 
 SCHEDULES = int(os.environ.get("HISPARSE_PD_SCHEDULES", "240"))
-FAULT_SEEDS = 150
+FAULT_SEEDS = 300
 COUNT_SEEDS = int(os.environ.get("HISPARSE_PD_FAULT_SEEDS", "0"))
 
 EXPECTED = (
@@ -28,7 +28,8 @@ EXPECTED = (
     "answer refused", "no answer",
     "failed: generation", "failed: refused", "failed: timeout", "failed: transfer", "failed: restarted",
     "closed while asked", "closed while offered", "closed while importing", "closed while loaded",
-    "lease lost", "prefill killed", "prefill cut off", "prefill restarted", "decode restarted", "decode ranks restarted",
+    "lease lost", "lease lost while it was read", "prefill killed", "prefill cut off", "prefill restarted",
+    "decode restarted", "decode ranks restarted",
     "prefill ranks restarted", "larger pages at prefill", "smaller pages at prefill", "from the middle of a page of prefill",
     "other groups at prefill", "shared host pool", "nothing to read",
 )
@@ -65,6 +66,7 @@ def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         except Exception as error:
             found[name_of_check(error)] += 1
             if not COUNT_SEEDS:
+                print(f"\n{fault.__name__}: {seed + 1}, {next(iter(found))}")
                 break
     if COUNT_SEEDS:
         print(f"\n{fault.__name__:<52} {found.total():>3} of {COUNT_SEEDS}  {found.most_common(3)}")

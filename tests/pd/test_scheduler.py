@@ -351,6 +351,39 @@ def test_restarted_workers_end_leases_and_imports() -> None:
     assert "p-held" in prefill.pd.take_expired()
 
 
+def nothing() -> ImportTarget:
+    pages = RequestPages(first_page=PAGES, num_tokens=TOKENS, indexer_blocks=(), resident_blocks=((),) * GROUPS, host_blocks=())
+    return ImportTarget(landing=Landing.RESIDENT, pages=pages)
+
+
+def test_an_import_of_nothing_fails_with_the_ranks_that_hold_the_prefix() -> None:
+    prefill, decode = Engine("p"), Engine("d")
+    params = prefill.grant("p-1")
+    decode.pd.add_remote("d-1", params)
+    decode.pd.start_import("d-1", nothing())
+    decode.pd.workers_restarted(INC + 1, decode.side.endpoints)
+    events = decode.pd.update([])
+    assert not events.loaded and events.failed["d-1"].startswith("restarted")
+    assert decode.pd.remote_tokens("d-1") == 0
+    assert sent(decode.build()) == [("release", params["lease_id"])]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_request_closed_before_its_end_was_reported_is_drained_once(restart: bool) -> None:
+    """Whoever saw it loading waits for its end."""
+    prefill, decode = Engine("p"), Engine("d")
+    decode.pd.add_remote("d-1", prefill.grant("p-1"))
+    decode.pd.start_import("d-1", target() if restart else nothing())
+    if restart:
+        decode.pd.workers_restarted(INC + 1, decode.side.endpoints)
+    assert decode.pd.loading() == {"d-1"}
+    decode.pd.request_closed("d-1")
+    assert decode.pd.loading() == frozenset() and decode.pd.has_pending_work()
+    events = decode.pd.update([])
+    assert events.drained == ("d-1",) and not events.loaded and not events.failed
+    assert decode.pd.update([]).drained == ()
+
+
 def test_answer_for_a_longer_prompt_is_refused_and_released() -> None:
     prefill, decode = Engine("p"), Engine("d")
     params = prefill.grant("p-1")

@@ -48,9 +48,10 @@ class World(Disasters):
         self.levers.late = rng.choice((0.0, 0.5))
         lease = {"lease_s": 3.0, "transfer_deadline_s": 1e6 if self.calm else 2.0}
         layouts = [LAYOUT] * 3 if rng.random() < 0.5 else rng.choices(list(LAYOUTS.values()), k=3)
-        self.prefills = [Prefill(name, self.network, self.levers, rng, layout=layout, num_ranks=rng.choice((1, 2)), config=lease)
+        net = self.network
+        self.prefills = [Prefill(name, net, self.levers, rng, num_ranks=rng.choice((1, 2)), layout=layout, config=lease)
                          for name, layout in zip(("p0", "p1"), layouts)]
-        self.decode = Decode("d", self.network, self.levers, rng, layout=layouts[2], num_ranks=rng.choice((1, 2)), config=lease)
+        self.decode = Decode("d", net, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease, layout=layouts[2])
         self.requests: dict[str, Request] = {}
         self.zombies: dict[str, RequestPages] = {}
         """Pages of closed requests, until drained."""
@@ -201,7 +202,7 @@ class World(Disasters):
         landing = decode.pd.choose_landing(request.request_id, self.rng.random() < 0.5, decode.pools.fits_resident(count))
         if landing is None:
             return False
-        pages = decode.allocate(request.content, landing, self.rng.randint(0, count) if self.rng.random() < 0.3 else 0)
+        pages = decode.allocate(request.content, landing, self.rng.choice((0, 0, 0, 0, 0, self.rng.randrange(count), count)))
         if pages is None:
             return False
         self.note_import(request.prefill, pages)
