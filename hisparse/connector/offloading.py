@@ -208,25 +208,22 @@ class OffloadingScheduler:
     def has_pending_work(self) -> bool:
         return bool(self._jobs or self._failed_at_once or self._drained_at_once)
 
-    def workers_restarted(self) -> LoadEvents:
-        """The ranks' stores are gone: nothing is held any more, every job in flight ends now, late acks are ignored."""
+    def workers_restarted(self) -> None:
+        """The ranks' stores are gone: nothing is held any more, late acks are ignored. Loads in flight fail, and closed ones
+        are drained, at the next update. No pin is named for release: the device blocks are gone with the ranks."""
         jobs, self._jobs = self._jobs, {}
-        failed, self._failed_at_once = self._failed_at_once, {}
-        released: list[int] = []
-        drained, self._drained_at_once = self._drained_at_once, []
         for job in jobs.values():
             if job.request_id is None:
-                released.extend(job.device_blocks)
-            elif job.closed:
-                drained.append(job.request_id)
+                continue
+            if job.closed:
+                self._drained_at_once.append(job.request_id)
             else:
-                failed[job.request_id] = "the workers restarted during the load"
+                self._failed_at_once[job.request_id] = "the workers restarted during the load"
                 self._loads_failed += 1
         self._entries.clear()
         self._loading.clear()
         self._planned_loads, self._planned_stores = [], []
         self._free_slots = list(range(self.capacity_pages - 1, -1, -1))
-        return LoadEvents(failed=failed, released_device_blocks=tuple(released), drained=tuple(drained))
 
     def check(self) -> None:
         """Each slot is free or owned by one entry; readers match load jobs; STORING entries match store jobs."""
