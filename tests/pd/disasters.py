@@ -28,13 +28,15 @@ class Disasters:
     incarnations: dict[str, str]
     retired: dict[tuple[str, str], float]
 
-    def kill(self, prefill: Prefill) -> None:
+    def kill(self, prefill: Prefill) -> bool:
         """A prefill engine is gone; sometimes its memory can still be read."""
         if prefill.alive:
             linger = self.rng.random() < 0.4
             self.met["prefill cut off" if linger else "prefill killed"] += 1
             prefill.ranks_die(linger=linger)
             prefill.alive = False
+            return True
+        return False
 
     def restart(self, prefill: Prefill) -> None:
         """It comes back on the same address, as another incarnation."""
@@ -42,25 +44,29 @@ class Disasters:
         self.met["prefill restarted"] += 1
         prefill.start()
 
-    def restart_prefill_ranks(self, prefill: Prefill) -> None:
+    def restart_prefill_ranks(self, prefill: Prefill) -> bool:
         """Its ranks only: the engine knows its prompts, but every page is lost."""
         if prefill.alive:
             self.met["prefill ranks restarted"] += 1
             prefill.replace_ranks()
+            return True
+        return False
 
-    def lose_lease(self, prefill: Prefill) -> None:
+    def lose_lease(self, prefill: Prefill) -> bool:
         """Prefill lets go of pages and uses them at once: of some that are being read, seldom of others."""
         read = [r for r in self.of(State.IMPORTING) if r.prefill_id in r.prefill.leased and self.decode.reads(r.request_id)]
         victim = self.rng.choice(read) if read else None
         prefill = victim.prefill if victim is not None else prefill
-        if prefill.alive and prefill.leased and (read or self.rng.random() < 0.15):
-            self.met["lease lost while it was read" if read else "lease lost"] += 1
-            prefill.pd.release_request(victim.prefill_id if victim is not None else self.rng.choice(list(prefill.leased)))
-            prefill.collect(next_out=True)
-            if not prefill.queue and len(self.of(*LIVE)) < MAX_LIVE:
-                self.arrive(prefill)
-            if prefill.begin():
-                prefill.write(self.rng.choice((4, 100, 1000)), prefill.jobs[-1])
+        if not (prefill.alive and prefill.leased and (read or self.rng.random() < 0.15)):
+            return False
+        self.met["lease lost while it was read" if read else "lease lost"] += 1
+        prefill.pd.release_request(victim.prefill_id if victim is not None else self.rng.choice(list(prefill.leased)))
+        prefill.collect(next_out=True)
+        if not prefill.queue and len(self.of(*LIVE)) < MAX_LIVE:
+            self.arrive(prefill)
+        if prefill.begin():
+            prefill.write(self.rng.choice((4, 100, 1000)), prefill.jobs[-1])
+        return True
 
     def restart_decode(self) -> None:
         """All of it: clients see their connection end."""

@@ -72,11 +72,13 @@ class Pools:
         return pages
 
     def give(self, pages: RequestPages, *, next_out: bool = False) -> None:
-        """Frees pages. next_out: they are the first to be handed out again; else by chance."""
+        """Frees pages. next_out: those of one tier or both are the first to be handed out again; else by chance."""
         device, host = ids_of(pages)
         assert not set(device) & set(self.device) and not set(host) & set(self.host), "freed twice"
-        for free, ids in ((self.device, device), (self.host, host)):
-            free[:] = [*free, *ids] if next_out or self.rng.random() < 0.5 else [*ids, *free]
+        first = self.rng.choice(((True, True), (True, False), (False, True))) if next_out else \
+            (self.rng.random() < 0.5, self.rng.random() < 0.5)
+        for free, ids, soon in zip((self.device, self.host), (device, host), first, strict=True):
+            free[:] = [*free, *ids] if soon else [*ids, *free]
 
     def full(self) -> bool:
         return len(self.device) == DEVICE_BLOCKS - 1 and len(self.host) == HOST_BLOCKS - 1

@@ -19,8 +19,8 @@ from tests.mutations.faults import Fault
 from tests.mutations.pd_faults import PD_FAULTS
 from tests.pd.schedules import live
 
-SCHEDULES = int(os.environ.get("HISPARSE_PD_SCHEDULES", "240"))
-FAULT_SEEDS = 300
+SCHEDULES = int(os.environ.get("HISPARSE_PD_SCHEDULES", "160"))
+FAULT_SEEDS = 150
 COUNT_SEEDS = int(os.environ.get("HISPARSE_PD_FAULT_SEEDS", "0"))
 
 EXPECTED = (

@@ -46,7 +46,7 @@ class World(Disasters):
             for lever, most in FAULTS.items():
                 setattr(self.levers, lever, rng.choice((0.0, most)))
         self.levers.late = rng.choice((0.0, 0.5))
-        lease = {"lease_s": 3.0, "transfer_deadline_s": 1e6 if self.calm else 2.0}
+        lease = {"lease_s": 3.0 if self.calm else rng.choice((3.0, 9.0)), "transfer_deadline_s": 1e6 if self.calm else 2.0}
         layouts = [LAYOUT] * 3 if rng.random() < 0.5 else rng.choices(list(LAYOUTS.values()), k=3)
         net = self.network
         self.prefills = [Prefill(name, net, self.levers, rng, num_ranks=rng.choice((1, 2)), layout=layout, config=lease)
@@ -84,16 +84,17 @@ class World(Disasters):
             self.ask(request)
         return request
 
-    def late_twin(self) -> None:
+    def late_twin(self) -> bool:
         """Another request comes with an answer that was used already: its lease may be over, its engine may be gone."""
         if not self.sent or len(self.of(*LIVE)) >= MAX_LIVE:
-            return
+            return False
         first, params = self.rng.choice(self.sent[-8:])
         self.met["late twin"] += 1
         twin = Request(f"d-{len(self.requests)}", first.content, first.prefill, attempts=1, asked_at_s=self.decode.clock(),
                        prefill_id=f"again-{len(self.requests)}")
         self.requests[twin.request_id] = twin
         self.answers.append((twin.prefill_id, params))
+        return True
 
     def ask(self, request: Request) -> None:
         """Asks prefill; a dead one refuses the connection."""
@@ -222,7 +223,7 @@ class World(Disasters):
             self.met["other groups at prefill"] += 1
         self.met["shared host pool"] += self.decode.shared
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """One step of the decode engine. A lease is released when its last user let go, by the id that prefill gave."""
         command = self.decode.build()
         for notice in command.notices if command else ():
@@ -231,9 +232,10 @@ class World(Disasters):
                      if r.lease_id == word.lease_id and (r.pages is None or r.pages.num_pages)]
             assert word.lease_id in self.lease_ids, f"a notice names {word.lease_id}, which prefill never gave"
             assert word.kind != "release" or not users, f"lease {word.lease_id} is released while {users} need it"
+        return command is not None
 
-    def hear(self, most: int) -> None:
-        """The decode scheduler takes reports of its ranks: late, in the order of each rank."""
+    def hear(self, most: int) -> bool:
+        """The decode scheduler takes reports of its ranks: late, in the order of each rank. False = there were none."""
         outputs = []
         for mail in self.rng.sample(self.decode.outputs, len(self.decode.outputs)):
             outputs += [mail.popleft() for _ in range(min(most, len(mail)))]
@@ -250,6 +252,7 @@ class World(Disasters):
         for request_id in events.drained:
             self.met["drained"] += 1
             self.decode.free(self.zombies.pop(request_id))
+        return bool(outputs or events.loaded or events.failed or events.drained)
 
     def listen(self, prefill: Prefill) -> None:
         """The prefill engine hears its notices, and frees what is no longer leased."""
