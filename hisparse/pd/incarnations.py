@@ -16,6 +16,11 @@ class Incarnations:
         self._current: dict[str, int] = {}
         self._retired: dict[tuple[str, int], float] = {}  # (peer, incarnation) -> refused until
 
+    def is_current(self, engine_id: str, incarnation: int) -> bool:
+        """It is the one seen last. Workers must hear of no other: a peer table that connects an earlier one after a later one
+        ends the living connection."""
+        return self._current.get(engine_id) == incarnation
+
     def check(self, engine_id: str, incarnation: int) -> None:
         """Takes note of a new incarnation; the one before it is retired.
 

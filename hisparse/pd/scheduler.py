@@ -179,7 +179,7 @@ class PDConnectorScheduler:
             raise
         self.release_unused(request_id, "replaced by a newer prefill answer")
         self._remotes[request_id] = _Remote(kv=kv)
-        self._held.add(request_id, kv.engine_id, kv.endpoints[0], kv.lease_id, kv.lease_s)
+        self._held.add(request_id, kv.engine_id, kv.incarnation, kv.endpoints[0], kv.lease_id, kv.lease_s)
         return kv.num_tokens
 
     def reject_remote(self, kv_transfer_params: Any, reason: str) -> None:
@@ -193,7 +193,7 @@ class PDConnectorScheduler:
         except ProtocolError:
             return
         if header.num_tokens:
-            self._held.release_unheld(header.engine_id, header.endpoints[0], header.lease_id, reason)
+            self._held.release_unheld(header.engine_id, header.incarnation, header.endpoints[0], header.lease_id, reason)
 
     def remote_tokens(self, request_id: str) -> int:
         """Tokens that can be imported for this request; 0 = none, given up, or failed."""
@@ -205,7 +205,8 @@ class PDConnectorScheduler:
         return self._planner.choose(request_id, fits_resident, fits_host)
 
     def start_import(self, request_id: str, target: ImportTarget) -> None:
-        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update.
+        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update; the prefill engine
+        has restarted since it answered: failed at the next update.
 
         Raises:
             InvariantError: nothing is offered for the request, or the target does not fit what is offered.
@@ -224,6 +225,13 @@ class PDConnectorScheduler:
             remote.state = _RemoteState.DONE
             self._loaded.add(request_id)
             self._held.drop(request_id, "nothing to read")
+            return
+        if not self._incarnations.is_current(kv.engine_id, kv.incarnation):
+            remote.state = _RemoteState.FAILED
+            self._failures[ImportFailure.RESTARTED.value] += 1
+            self._failed[request_id] = (f"{ImportFailure.RESTARTED.value}: prefill engine {kv.engine_id} has restarted since "
+                                        "it answered; its pages are gone")
+            self._held.drop(request_id, "the engine restarted")
             return
         ranks = range(self._num_ranks)
         first, behind, skip = source_pages(first_token=pages.first_page * self._layout.block_size,
@@ -247,7 +255,7 @@ class PDConnectorScheduler:
     # ---- SchedulerConnector
     def build_metadata(self, step: int) -> PDCommand | None:
         self._leases.expire()
-        notices: tuple[OutgoingNotice, ...] = self._held.take_notices()
+        notices: tuple[OutgoingNotice, ...] = self._held.take_notices(self._incarnations.is_current)
         plans, cancels = self._jobs.take_orders()
         if not (plans or cancels or notices):
             return None

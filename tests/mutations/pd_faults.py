@@ -5,6 +5,7 @@ A fault is a function of a MonkeyPatch whose docstring names the broken rule.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -321,6 +322,17 @@ def a_restarted_peer_is_taken_for_the_old_one(patch: Patch) -> None:
 def a_replaced_incarnation_is_believed(patch: Patch) -> None:
     """Answers that a peer gave before its restart are refused."""
     patch.setattr(Incarnations, "check", lambda self, engine_id, incarnation: None)
+
+
+def the_dead_are_told_to_release(patch: Patch) -> None:
+    """Notices go to no incarnation but the last: they open its agent's connection."""
+    wrap(patch, HeldLeases, "take_notices", lambda original, self, is_current: original(self, lambda *peer: True))
+
+
+def an_answer_of_the_dead_is_imported(patch: Patch) -> None:
+    """Nothing is imported from an incarnation that was replaced since it answered."""
+    wrap(patch, Incarnations, "is_current", lambda original, self, engine_id, incarnation:
+         sys._getframe(2).f_code.co_name == "start_import" or original(self, engine_id, incarnation))
 
 
 def a_failed_request_is_not_reported(patch: Patch) -> None:

@@ -76,8 +76,10 @@ def one_round(world: World) -> None:
 
 
 def probe(world: World) -> None:
-    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt."""
-    world.tick(RETIRED_S + 1)
+    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt, at once unless
+    decode has forgotten in which order it saw the engine's incarnations."""
+    if world.met["decode restarted"]:
+        world.tick(RETIRED_S + 1)
     for prefill in world.prefills:
         if prefill.alive:
             request = world.arrive(prefill)

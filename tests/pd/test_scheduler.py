@@ -351,6 +351,24 @@ def test_restarted_workers_end_leases_and_imports() -> None:
     assert "p-held" in prefill.pd.take_expired()
 
 
+def test_workers_hear_of_no_incarnation_but_the_last() -> None:
+    """An answer that was taken before prefill's restart was seen: no import, no heartbeat, no release for it. Each would end
+    the living incarnation's connection, and its agent would be refused for a while."""
+    old, decode = Engine("p"), Engine("d")
+    new = Engine("p", incarnation=INC + 1)
+    decode.pd.add_remote("d-1", old.grant("p-1"))
+    decode.pd.add_remote("d-2", new.grant("p-2"))
+    decode.pd.start_import("d-1", target())
+    assert decode.pd.loading() == {"d-1"}
+    assert decode.pd.update([]).failed == {"d-1": "restarted: prefill engine p has restarted since it answered; its pages "
+                                                  "are gone"}
+    decode.clock.advance(11.0)
+    command = decode.build()
+    assert not command.imports and [kind for kind, _ in sent(command)] == ["renew"]
+    assert command.notices[0].endpoint.agent.startswith(f"p/{INC + 1:016x}")
+    assert decode.pd.remote_tokens("d-1") == 0 and decode.pd.stats().imports_failed == {"restarted": 1}
+
+
 def nothing() -> ImportTarget:
     pages = RequestPages(first_page=PAGES, num_tokens=TOKENS, indexer_blocks=(), resident_blocks=((),) * GROUPS, host_blocks=())
     return ImportTarget(landing=Landing.RESIDENT, pages=pages)

@@ -33,13 +33,14 @@ class World(Disasters):
     """Two prefill engines, one decode engine, and everything under way between them.
 
     Attributes:
-        calm: no faults: then every import succeeds and no lease runs out. met: events, for tests of what schedules reach.
+        calm: no faults: then every import succeeds and no lease runs out. prefixes: decode holds some pages already.
+        met: events, for tests of what schedules reach.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
-        self.calm = seed % 4 == 0
+        self.calm, self.prefixes = seed % 4 == 0, True
         self.policy = rng.choice(("recompute", "fail"))
         self.levers, self.network = Levers(), LoopbackNetwork()
         if not self.calm:
@@ -203,7 +204,8 @@ class World(Disasters):
         landing = decode.pd.choose_landing(request.request_id, self.rng.random() < 0.5, decode.pools.fits_resident(count))
         if landing is None:
             return False
-        pages = decode.allocate(request.content, landing, self.rng.choice((0, 0, 0, 0, 0, self.rng.randrange(count), count)))
+        here = self.rng.choice((0, 0, 0, 0, 0, self.rng.randrange(count), count)) if self.prefixes else 0
+        pages = decode.allocate(request.content, landing, here)
         if pages is None:
             return False
         self.note_import(request.prefill, pages)
