@@ -44,6 +44,8 @@ def test_every_request_gets_its_own_bytes_or_none() -> None:
             met.update(live(seed).met)
         except Exception as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
+        if seed % 500 == 499:
+            print(f"{seed + 1} schedules are right", flush=True)
     print(f"\n{SCHEDULES} schedules\n" + "\n".join(f"{met[name]:>7}  {name}" for name in sorted({*EXPECTED, *met})))
     assert not [name for name in EXPECTED if not met[name]]
 
