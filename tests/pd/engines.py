@@ -128,7 +128,8 @@ class Engine:
     def pump(self, rank: int) -> bool:
         """One round of the rank's transfer thread; what it reports goes into the mail."""
         moved = self.importers[rank].pump()
-        self.importers[rank].check()
+        if moved:
+            self.importers[rank].check()
         self._check_slots(rank)
         acks: list[ImportAck] = self.importers[rank].take_acks()
         notices = self.transports[rank].notices()
@@ -140,6 +141,8 @@ class Engine:
     def _check_slots(self, rank: int) -> None:
         """Nothing is on its way to a staging slot that somebody else may get."""
         near = self.transports[rank].destinations()
+        if not near.size:
+            return
         for pool in (self.importers[rank].staging, self.importers[rank].generation_slots):
             offsets = near - pool.address
             written = set((offsets[(offsets >= 0) & (offsets < pool.num_bytes)] // pool.slot_bytes).tolist())

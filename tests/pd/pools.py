@@ -93,7 +93,7 @@ def ids_of(pages: RequestPages) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def host_pools(layout: KVCacheLayout, num_ranks: int, *, shared: bool) -> list[HostPool]:
     """One for each rank: its own memory, or its own mapping of the one that rank 0 made."""
     if not shared:
-        return [HostPool.private(layout, HOST_BLOCKS) for _ in range(num_ranks)]
+        return [HostPool.private(layout, HOST_BLOCKS, populate=False) for _ in range(num_ranks)]
     path = f"{tempfile.gettempdir()}/hisparse-test-{os.getpid()}-{id(layout)}"
     first = HostPool.shared(layout, HOST_BLOCKS, path)
     try:

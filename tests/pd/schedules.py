@@ -5,6 +5,8 @@ A schedule makes random moves on a `World`, then the faults stop and the world m
 
 from __future__ import annotations
 
+import itertools
+
 from hisparse.pd.endpoint import RETIRED_S
 from tests.pd.disasters import MAX_LIVE
 from tests.pd.requests import LIVE, State
@@ -140,9 +142,9 @@ def live(seed: int, *, steps: int = 300) -> World:
     """One schedule of `steps` moves, to its end."""
     world = World(seed)
     kind = 0 if world.calm else 1
-    names, weights = list(MOVES), [weight[kind] for weight in MOVES.values()]
+    names, weights = list(MOVES), list(itertools.accumulate(weight[kind] for weight in MOVES.values()))
     for number in range(steps):
-        while not move(world, world.rng.choices(names, weights)[0]):
+        while not move(world, world.rng.choices(names, cum_weights=weights)[0]):
             pass
         if number % 16 == 0:
             world.check()
