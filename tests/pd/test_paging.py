@@ -218,6 +218,14 @@ def test_pages_that_do_not_divide_are_refused_with_both_sizes(size: int) -> None
         PeerLayouts(LAYOUTS[16, 2]).of(Paging(size, 2))
 
 
+def test_where_pages_must_be_cut_alike_others_are_refused() -> None:
+    peers = PeerLayouts(LAYOUTS[16, 2], same_pages=True)
+    assert peers.of(Paging(16, 2)) is LAYOUTS[16, 2]
+    for paging, words in ((Paging(8, 2), "pages of 8 tokens in 2 groups, decode 16 in 2"), (Paging(16, 3), "in 3 groups")):
+        with pytest.raises(ProtocolError, match=words):
+            peers.of(paging)
+
+
 def engines(prefill: tuple[int, int], decode: tuple[int, int], num_tokens: int) -> tuple[PDConnectorScheduler, dict[str, Any]]:
     side = Side("p", LoopbackNetwork(), layout=LAYOUTS[prefill])
     half = PDConnectorScheduler(LAYOUTS[prefill], PDConfig(), engine_id="p", incarnation=0xABC, num_ranks=1)
