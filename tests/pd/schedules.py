@@ -78,12 +78,13 @@ def one_round(world: World) -> None:
 
 
 def probe(world: World) -> None:
-    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt, at once unless
-    decode has forgotten in which order it saw the engine's incarnations."""
-    if world.met["decode restarted"]:
-        world.tick(RETIRED_S + 1)
+    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt; at once, unless the
+    last answer that decode saw was one of an earlier incarnation (incarnations have no order)."""
     for prefill in world.prefills:
         if prefill.alive:
+            if world.decode.pd._incarnations._current.get(prefill.name, prefill.incarnation) != prefill.incarnation:
+                world.met["stale answer seen last"] += 1
+                world.tick(RETIRED_S + 1)
             request = world.arrive(prefill)
             for _ in range(20):
                 one_round(world)
