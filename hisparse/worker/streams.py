@@ -1,14 +1,15 @@
 """A rank's streams, and every event between them.
 
-Three streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills and the scatter of
-imports, *prefetch* carries the copies of followers. *host* stands for the step's thread, which only ever asks.
+Four streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, *prefetch* the copies
+of followers, *import* the copies of imported pages out of staging (on *dma* they would stand behind spills that wait for a
+forward). *host* stands for the threads of the process, which only ever ask.
 
 | event | recorded on | read by | means |
 |---|---|---|---|
-| COMMAND_APPLIED | compute | dma | the command's tables and copies are queued, and so is every earlier step |
+| COMMAND_APPLIED | compute | dma, host | the command's tables and copies are queued, and so is every earlier step |
 | FORWARD_DONE | compute | dma | the step's rows and row masks are written: its spills may read |
 | SPILLS_DONE | dma | compute, host | a batch of spills is on the host: its blocks may be overwritten (fence) |
-| IMPORT_DONE | dma | compute, host | an import's pages are in place |
+| IMPORT_DONE | import | host | the pages of a staging slot are in place: the slot is free |
 | PLAN_READY | compute | prefetch | a leader's miss plan is complete |
 | PREFETCHED | prefetch | compute | a follower's rows are in its hot region |
 | STAGING_READ | compute, dma | host | a pinned buffer was uploaded and may be filled again |
@@ -39,19 +40,20 @@ class Place(enum.Enum):
     COMPUTE = "compute"
     DMA = "dma"
     PREFETCH = "prefetch"
+    IMPORT = "import"
     HOST = "host"
 
 
-_C, _D, _P, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.HOST
+_C, _D, _P, _I, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.IMPORT, Place.HOST
 
 
 class StepEvent(enum.Enum):
     """Every event of a step: name, who records it, who reads it. The table of this module in data."""
 
-    COMMAND_APPLIED = ((_C,), (_D,), "the command's tables and copies are queued, and so is every earlier step")
+    COMMAND_APPLIED = ((_C,), (_D, _H), "the command's tables and copies are queued, and so is every earlier step")
     FORWARD_DONE = ((_C,), (_D,), "the step's rows and row masks are written: its spills may read")
     SPILLS_DONE = ((_D,), (_C, _H), "a batch of spills is on the host: its blocks may be overwritten (fence)")
-    IMPORT_DONE = ((_D,), (_C, _H), "an import's pages are in place")
+    IMPORT_DONE = ((_I,), (_H,), "the pages of a staging slot are in place: the slot is free")
     PLAN_READY = ((_C,), (_P,), "a leader's miss plan is complete")
     PREFETCHED = ((_P,), (_C,), "a follower's rows are in its hot region")
     STAGING_READ = ((_C, _D), (_H,), "a pinned buffer was uploaded and may be filled again")
@@ -83,6 +85,7 @@ class Streams:
         self.is_cuda = self.device.type == "cuda"
         self._dma = _stream(self.device)
         self._prefetch = _stream(self.device)
+        self._import = _stream(self.device)
 
     def raw(self, place: Place) -> Any:
         """The torch stream of a place; None on the CPU. COMPUTE is torch's current stream of the device.
@@ -96,7 +99,7 @@ class Streams:
             return None
         if place is Place.COMPUTE:
             return torch.cuda.current_stream(self.device)
-        return self._dma if place is Place.DMA else self._prefetch
+        return {Place.DMA: self._dma, Place.PREFETCH: self._prefetch, Place.IMPORT: self._import}[place]
 
     def on(self, place: Place) -> AbstractContextManager[Any]:
         """Makes the stream of `place` torch's current one inside a `with`. Do not ask for COMPUTE inside it."""
@@ -142,7 +145,7 @@ class Streams:
             TransferError: not in time. RuntimeError: the device failed.
         """
         deadline = time.monotonic() + timeout_s
-        for raw in [self.raw(place) for place in (Place.COMPUTE, Place.DMA, Place.PREFETCH)] if self.is_cuda else []:
+        for raw in [self.raw(place) for place in Place if place is not Place.HOST] if self.is_cuda else []:
             while not raw.query():
                 if time.monotonic() >= deadline:
                     raise TransferError(f"{self.device} did not finish its work within {timeout_s} s")
