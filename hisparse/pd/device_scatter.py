@@ -9,8 +9,9 @@ from torch import Tensor
 from hisparse import ops
 from hisparse.errors import InvariantError
 from hisparse.ops.page_list import page_list
+from hisparse.ops.reference.pages import staged_page
 from hisparse.pd.commands import ImportPlan
-from hisparse.pd.descriptors import group_offsets, mirrored
+from hisparse.pd.descriptors import mirrored
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.pages import Ids
 from hisparse.pd.scatter import set_row_masks
@@ -18,7 +19,7 @@ from hisparse.pd.staging import SlotPool
 
 
 class DeviceScatter:
-    """SlotCopies of a rank whose packed allocation is memory of a GPU. Every copy is a launch on the current stream.
+    """SlotCopies through the rank's operations, for a packed allocation on a GPU. Every copy is a launch on the current stream.
 
     Slots are on the device (pages from a peer's GPU) or registered CPU memory (pages from a peer's host pool).
     """
@@ -66,15 +67,9 @@ class DeviceScatter:
 
     def _staged_first(self, places: Ids, layered: bool) -> Ids:
         """int64 [layers * n] of the pages at `places` of a slot."""
-        layout, size = self._layout, self._layout.layer_page_bytes
-        if layered:
-            offsets = [layer * self._slot_pages * size for layer in range(layout.shape.num_layers)]
-            stride = size
-        else:
-            before = group_offsets(layout)
-            offsets = [before[g] + layout.layer_byte_offset(layer) for layer, g in enumerate(layout.layer_group)]
-            stride = layout.host_block_bytes
-        first: Ids = (np.array(offsets, dtype=np.int64)[:, None] + places * stride) // layout.row.row_bytes
+        layers = range(self._layout.shape.num_layers)
+        offset, stride = np.array([staged_page(self._layout, layer, self._slot_pages, layered) for layer in layers]).T
+        first: Ids = (offset[:, None] + stride[:, None] * places) // self._layout.row.row_bytes
         return first.reshape(-1)
 
     def _copy_runs(self, to: Tensor, to_first: Ids, source: Tensor, source_first: Ids) -> None:
@@ -92,6 +87,8 @@ class DeviceScatter:
 
 def _upload(first: Ids, device: torch.device) -> Tensor:
     """From pinned memory, which torch's allocator keeps until the stream has read it."""
+    if device.type == "cpu":
+        return torch.from_numpy(first)
     pinned = torch.empty(first.shape, dtype=torch.int64, pin_memory=True)
     pinned.numpy()[...] = first
     return pinned.to(device, non_blocking=True)

@@ -23,7 +23,7 @@ import torch
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
-from hisparse.pd.descriptors import ReadPlanner, from_resident, mirrored, split
+from hisparse.pd.descriptors import ReadPlanner, mirrored, split
 from hisparse.pd.endpoint import RankEndpoint
 from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
 from hisparse.pd.memory import LocalMemory, device_index
@@ -34,6 +34,8 @@ from hisparse.pd.staging import SlotPool
 from hisparse.pd.transport import Descriptors, PeerLost, Transport
 from hisparse.types import Landing
 
+BRIDGE_BYTES = 1 << 19
+"""Padding between two pages that is read with them on CUDA: a descriptor costs 8 us, in which a link moves more than that."""
 DIRECT_READS = 4
 """READs without a staging slot that one import has posted at a time."""
 
@@ -123,7 +125,7 @@ class Importer:
         self._rank, self._writer = rank, host_writer
         self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
-        slot_bytes = slot_pages * self._layout.host_block_bytes
+        slot_bytes = slot_pages * self._layout.staged_page_bytes
         device = torch.device("cuda", device_index(memory.cache.device)) if memory.on_cuda else None
         self.staging = SlotPool(staging_slots, slot_bytes, device=device)
         self.device_staging = SlotPool(staging_slots, slot_bytes, device=device, on_device=True) if memory.on_cuda else None
@@ -171,18 +173,20 @@ class Importer:
         for other in self._jobs.values():
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
-        job.reads = planner = ReadPlanner(self._layout, plan, source, self._memory.regions)
+        job.reads = planner = ReadPlanner(self._layout, plan, source, self._memory.regions,
+                                          bridge_bytes=BRIDGE_BYTES if self._memory.on_cuda else 0)
         to_host = to_host and self._writer
-        gpu = from_resident(plan.source)[rows_of]
-        direct = [planner.indexer()]
+        gpu = np.fromiter((planner.is_resident(page) for page in rows_of.tolist()), np.bool_, rows_of.size)
+        direct, staged = [planner.indexer()], []
         for from_gpu in (True, False):  # one READ has one kind of memory on either side
             pages = rows_of[gpu == from_gpu]
             if self._staged(to_host, from_gpu):
-                job.waiting.extend(_Read(pages=chunk) for chunk in planner.slot_chunks(pages, self._slot_pages))
+                staged += planner.slot_chunks(pages, self._slot_pages)
             else:
                 direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
         for descriptors in direct:
             job.waiting.extend(_Read(descriptors=part) for part in split(descriptors))
+        job.waiting.extend(_Read(pages=chunk) for chunk in staged)  # last: see _post
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -318,8 +322,8 @@ class Importer:
                 pool = self._pool_of(read, planner)
                 slot = pool.acquire(agent)
                 if slot is None:
-                    stuck.append(read)
-                    continue
+                    job.waiting.appendleft(read)
+                    break  # whatever is behind it needs a slot, too
                 read.pool, read.slot = pool, slot
                 descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
                                if read.pages is not None else self._generation_reads(read))
@@ -337,7 +341,7 @@ class Importer:
             job.num_bytes += int(descriptors[:, 2].sum())
             job.posted.append(read)
             moved = True
-        job.waiting.extend(stuck)
+        job.waiting.extendleft(reversed(stuck))
         return moved
 
     # ---- generations

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hisparse.pd.commands import ImportPlan
-from hisparse.pd.descriptors import group_offsets, mirrored
+from hisparse.pd.descriptors import mirrored
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.pages import Ids
 from hisparse.pd.staging import SlotPool
@@ -20,7 +20,7 @@ class SlotCopies(Protocol):
     """Copies of one rank. Order of a staged slot, by the kind of source its pages came from:
 
     layered: `[layer][slot_pages][layer_page_bytes]`, from a host pool, whose pages lie layer by layer;
-    grouped: `[slot_pages][group][layers of the group][layer_page_bytes]`, from resident blocks.
+    grouped: `[group][slot_pages][block_bytes]`, whole blocks, from resident blocks.
     """
 
     def from_slot(self, plan: ImportPlan, pages: Ids, pool: SlotPool, slot: int, *, layered: bool, to_host: bool) -> None:
@@ -69,16 +69,12 @@ class Scatter:
         size, count = layout.layer_page_bytes, pages.size
         hosts = target.host[pages]
         mirrors = np.flatnonzero(mirrored(target)[pages])
-        offsets = group_offsets(layout)
         staged = pool.memory[slot]
-        by_layer = staged[: layout.shape.num_layers * self._slot_pages * size].reshape(-1, self._slot_pages, size)
-        by_page = staged.reshape(self._slot_pages, layout.host_block_bytes)
+        by_layer = staged[: self._slot_pages * layout.host_block_bytes].reshape(-1, self._slot_pages, size)
+        by_group = staged.reshape(-1, self._slot_pages, layout.block_bytes)
         for layer, g in enumerate(layout.layer_group):
-            if layered:
-                rows = by_layer[layer, :count]
-            else:
-                start = offsets[g] + layout.layer_byte_offset(layer)
-                rows = by_page[:count, start : start + size]
+            start = layout.layer_byte_offset(layer)
+            rows = by_layer[layer, :count] if layered else by_group[g, :count, start : start + size]
             if to_host:
                 assert memory.host is not None
                 memory.host[layer, hosts] = rows

@@ -33,15 +33,14 @@ def staged(layout: KVCacheLayout, slot: np.ndarray, place: int, layer: int, *, l
     if layered:
         return slot[(layer * SLOT_PAGES + place) * size :][:size]
     within = [other for other in range(layout.shape.num_layers) if layout.layer_group[other] == group].index(layer)
-    before = sum(size for other in layout.layer_group if other < group)
-    return slot[place * layout.host_block_bytes + before + within * size :][:size]
+    return slot[(group * SLOT_PAGES + place) * layout.block_bytes + within * size :][:size]
 
 
 @pytest.mark.parametrize("layered", [True, False], ids=["layered", "grouped"])
 @pytest.mark.parametrize("landing", list(Landing))
 def test_a_slot_goes_where_the_plan_says_and_nowhere_else(landing: Landing, layered: bool) -> None:
     rank, plan = RankMemory(8), plan_of(landing)
-    pool = SlotPool(2, SLOT_PAGES * LAYOUT.host_block_bytes)
+    pool = SlotPool(2, SLOT_PAGES * LAYOUT.staged_page_bytes)
     pool.memory[:] = np.random.default_rng(0).integers(0, 256, pool.memory.shape, dtype=np.uint8)
     pool.tensor = torch.from_numpy(pool.memory)
     device, host = rank.snapshot()
