@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,20 +19,27 @@ import torch
 from benchmarks.imports.engines import Engine, Setup, layout_of, serve
 from benchmarks.report import Row
 from hisparse.pd.generations import GENERATION_BYTES
+from hisparse.pd.importer import copy_now
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
 from hisparse.pd.transport import Descriptors, Transport
+from hisparse.pd.worker import ImportStream
 from hisparse.types import Landing
 
 PAGES, QUICK_PAGES = 2048, 64
-CHUNK_PAGES = 8
-"""Pages of a prefill chunk of 512 tokens: so long are runs of blocks on a prefill engine. An admission takes all at once."""
 MEMCPY_SHARE, CONTROL_US = 0.5, 3.0
 HOST_GB_S, RESIDENT_GB_S = 40.0, 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One import. `source`: where prefill holds the pages, "gpu" (its packed allocation) or "host"."""
+    """One import.
+
+    Attributes:
+        source: where prefill holds the pages, "gpu" (its packed allocation) or "host".
+        runs: consecutive ids on the prefill side: 8 pages are a chunk of 512 tokens, 32 of 2,048; 1: each for itself, on the
+            decode side, too, where the pages of one admission are consecutive otherwise.
+        control: without the copies, CPU time a page.
+    """
 
     layout: str
     landing: Landing
@@ -37,14 +47,13 @@ class Case:
     source: str
     transport: str = "nixl"
     device: str = "cpu"
-    scattered: bool = False
+    runs: int = 8
     control: bool = False
 
     @property
     def name(self) -> str:
-        place = "scattered" if self.scattered else "runs"
         what = "control" if self.control else "bytes"
-        return f"{what} {self.layout} {self.source} -> {self.landing.value} {self.path} {place} {self.transport}"
+        return f"{what} {self.layout} {self.source} -> {self.landing.value} {self.path} runs {self.runs} {self.transport}"
 
     @property
     def prefill_device(self) -> str:
@@ -54,46 +63,49 @@ class Case:
 def all_cases(device: str) -> list[Case]:
     host, resident = Landing.HOST, Landing.RESIDENT
     if device == "cuda":
-        cases = [Case(layout="mla", landing=landing, path=path, source=source, device="cuda", scattered=scattered)
-                 for source in ("gpu", "host") for landing, path in ((host, "staged"), (resident, "staged"), (host, "direct"))
-                 for scattered in (False, True) if not (source == "gpu" and path == "direct")]
-        return cases
+        landings = ((host, "staged", "gpu"), (resident, "staged", "gpu"), (host, "staged", "host"), (host, "direct", "host"),
+                    (resident, "staged", "host"))
+        return [Case(layout="mla", landing=landing, path=path, source=source, device="cuda", runs=runs)
+                for landing, path, source in landings for runs in (32, 8, 1)]
     cases = [Case(layout=layout, landing=host, path=path, source=source, transport=transport)
              for layout in ("tiny", "mla") for transport in ("nixl", "loopback") for source in ("gpu", "host")
              for path in ("staged", "direct")]
     cases += [Case(layout=layout, landing=resident, path="staged", source="gpu") for layout in ("tiny", "mla")]
-    cases += [Case(layout="mla", landing=host, path=path, source=source, scattered=True)
+    cases += [Case(layout="mla", landing=host, path=path, source=source, runs=1)
               for source in ("gpu", "host") for path in ("staged", "direct")]
-    return cases + [replace(case, control=True) for case in cases if case.transport == "nixl"]
+    controls = [replace(case, control=True) for case in cases if case.transport == "nixl"]
+    return cases + [replace(case, transport="none") for case in controls] + [case for case in controls if case.runs > 1]
 
 
 def measure(case: Case, *, quick: bool, repeats: int) -> list[Row]:
     num_pages, layout = QUICK_PAGES if quick else PAGES, layout_of(case.layout)
-    slot_pages = 64 if case.device == "cuda" else 4
-    config: dict[str, Any] = {"transport": case.transport, "landing_path": case.path, "staging_slots": 8,
-                              "staging_slot_pages": slot_pages}
+    slot_pages = 64 if case.device == "cuda" else 8
+    config: dict[str, Any] = {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path,
+                              "staging_slots": 8, "staging_slot_pages": slot_pages}
     far = Setup(name="p", layout=case.layout, device=case.prefill_device, num_pages=num_pages, resident=case.source == "gpu",
-                host=case.source == "host", runs=1 if case.scattered else CHUNK_PAGES, config={**config, "staging_slots": 1})
+                host=case.source == "host", runs=case.runs, config={**config, "staging_slots": 1})
     near = Setup(name="d", layout=case.layout, device="cuda:0" if case.device == "cuda" else "cpu", num_pages=num_pages,
                  resident=case.landing is Landing.RESIDENT, host=case.landing is Landing.HOST,
-                 runs=1 if case.scattered else num_pages, config=config)
+                 runs=1 if case.runs == 1 else num_pages, config=config)
     num_bytes = num_pages * (layout.host_block_bytes + layout.indexer_page_bytes)
-    copy_s = memcpy_s(num_bytes) if case.device == "cpu" else None
+    on_cpu = case.device == "cpu"
+    copy_s, kernel_s = (memcpy_s(num_bytes), kernel_copy_s(num_bytes)) if on_cpu and not case.control else (None, None)
     transports: list[Transport] = []
-    with _prefill(case, far, transports) as (grant, make_transport):
+    with _prefill(case, far, transports) as (grant, make_transport), _without_copies(case.control):
         engine = Engine(near, make_transport=make_transport)
         try:
             times = []
             for i in range(repeats + 1):
                 source, target = far.pages(10 + i), near.pages(50 + i)
-                seconds = engine.load(f"r{i}", grant(f"r{i}", 10 + i), target, case.landing)
+                seconds, busy_s = engine.load(f"r{i}", grant(f"r{i}", 10 + i), target, case.landing)
                 if i == 0 and not case.control:
                     engine.assert_imported(source, target, case.landing, from_host=case.source == "host")
                 if i:
-                    times.append(seconds)
+                    times.append(busy_s if case.control else seconds)
         finally:
             engine.close()
-    return [_row(case, times, num_pages, num_bytes, copy_s, quick, transports)]
+    row = _row(case, times, num_pages, num_bytes, copy_s, quick, transports)
+    return [row if kernel_s is None else replace(row, detail=row.detail | {"kernel copy GB/s": num_bytes / kernel_s / 1e9})]
 
 
 def _row(case: Case, times: list[float], num_pages: int, num_bytes: int, copy_s: float | None, quick: bool,
@@ -103,14 +115,15 @@ def _row(case: Case, times: list[float], num_pages: int, num_bytes: int, copy_s:
     if case.control:
         imports = len(times) + 1
         detail = {"reads": counted.reads / imports, "descriptors": counted.descriptors / imports} if counted else {}
-        return Row(case=case.name, value=middle / num_pages * 1e6, unit="us/page", bar=None if quick else CONTROL_US,
+        return Row(case=case.name, value=middle / num_pages * 1e6, unit="us/page",
+                   bar=None if quick or case.transport == "nixl" else CONTROL_US,
                    best=best / num_pages * 1e6, max=worst / num_pages * 1e6, detail=detail)
     bar: float | None = HOST_GB_S if case.landing is Landing.HOST else RESIDENT_GB_S
     ceiling = None
     if copy_s is not None:
         bar = MEMCPY_SHARE * num_bytes / copy_s / 1e9
         ceiling = (num_bytes / copy_s / 1e9, "x memcpy")
-    if quick or (case.device == "cuda" and (case.scattered or case.source == "host")):
+    if quick or (case.device == "cuda" and (case.runs == 1 or case.source == "host")):
         bar = None
     return Row(case=case.name, value=num_bytes / middle / 1e9, unit="GB/s", bar=bar, more_is_better=True, yardstick=ceiling,
                best=num_bytes / best / 1e9, max=num_bytes / worst / 1e9, detail={"MB": num_bytes / 1e6, "ms": middle * 1e3})
@@ -127,17 +140,36 @@ def memcpy_s(num_bytes: int) -> float:
     return statistics.median(times)
 
 
+class _Piece(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t)]
+
+
+def kernel_copy_s(num_bytes: int, piece_bytes: int = 336 << 10) -> float:
+    """The same by the kernel's copy between processes (process_vm_readv), which is what UCX reads with inside a machine."""
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    libc, times = ctypes.CDLL(None, use_errno=True), []
+    for _ in range(3):
+        start = time.perf_counter()
+        for at in range(0, num_bytes - piece_bytes + 1, piece_bytes):
+            near, far = _Piece(target.ctypes.data + at, piece_bytes), _Piece(source.ctypes.data + at, piece_bytes)
+            if libc.process_vm_readv(os.getpid(), ctypes.byref(near), 1, ctypes.byref(far), 1, 0) != piece_bytes:
+                raise OSError(ctypes.get_errno(), "process_vm_readv")
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 @contextmanager
 def _prefill(case: Case, setup: Setup, transports: list[Transport]) -> Iterator[tuple[
         Callable[[str, int], dict[str, Any]], Callable[[str], Transport] | None]]:
     """A function that grants, and what makes the decode side's transport."""
-    if case.transport == "loopback":
+    if case.transport != "nixl":
         network = LoopbackNetwork()
+        kind = LoopbackTransport if case.transport == "loopback" else InstantTransport
         engine = Engine(setup, make_transport=lambda name: LoopbackTransport(name, network=network))
         engine.fill()
         try:
             yield (lambda name, seed: engine.grant(name, setup.pages(seed)),
-                   lambda name: LoopbackTransport(name, network=network))
+                   lambda name: kind(name, network=network))
         finally:
             engine.close()
         return
@@ -168,6 +200,31 @@ def _prefill(case: Case, setup: Setup, transports: list[Transport]) -> Iterator[
             process.kill()
 
 
+@contextmanager
+def _without_copies(wanted: bool) -> Iterator[None]:
+    """Copies out of staging take no time."""
+    with patch.object(ImportStream, "copy", lambda self, copy: copy_now(lambda: None)) if wanted else nullcontext():
+        yield
+
+
+def _is_data(descriptors: Descriptors) -> bool:
+    """Else it is a READ of generations."""
+    return descriptors.shape[0] > 2 or int(descriptors[:, 2].sum()) > GENERATION_BYTES
+
+
+_OVER = object()
+
+
+class InstantTransport(LoopbackTransport):
+    """Data READs are over when they are posted, and move nothing: what is left is planning, posting and committing."""
+
+    def read(self, peer: str, descriptors: Descriptors) -> Any:
+        return _OVER if _is_data(descriptors) else super().read(peer, descriptors)
+
+    def poll(self, handle: Any) -> bool:
+        return handle is _OVER or super().poll(handle)
+
+
 class CutTransport:
     """A transport whose data READs have all their descriptors, of 16 bytes each: posting without the copy."""
 
@@ -178,7 +235,7 @@ class CutTransport:
     def read(self, peer: str, descriptors: Descriptors) -> Any:
         self.reads += 1
         self.descriptors += len(descriptors)
-        if descriptors.shape[0] > 2 or descriptors[0, 2] > GENERATION_BYTES:  # else: generations
+        if _is_data(descriptors):
             descriptors = descriptors.copy()
             descriptors[:, 2] = 16
         return self._transport.read(peer, descriptors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class Engine:
         self.pool.generations[:] = GENERATION
         settings = PDConfig(role="prefill" if setup.name == "p" else "decode", transfer_deadline_s=WAIT_S, **setup.config)
         incarnation = int.from_bytes(os.urandom(7), "big")
+        self._older = {thread.ident for thread in threading.enumerate()}
         self.worker = PDConnectorWorker(self.layout, settings, cache=self.cache, host_pool=self.pool, engine_id=setup.name,
                                         incarnation=incarnation, rank=0, host_writer=True, make_transport=make_transport)
         self.scheduler = PDConnectorScheduler(self.layout, settings, engine_id=setup.name, incarnation=incarnation, num_ranks=1)
@@ -154,23 +156,33 @@ class Engine:
                                       resident=tuple(known(group) for group in pages.resident_blocks))
         return dict(self.scheduler.grant(request_id, pages, generations, prompt_digest="d" * 64))
 
-    def load(self, request_id: str, params: dict[str, Any], pages: RequestPages, landing: Landing) -> float:
-        """Seconds from the plan to the acknowledgement. Raises RuntimeError when the import failed."""
+    def load(self, request_id: str, params: dict[str, Any], pages: RequestPages, landing: Landing) -> tuple[float, float]:
+        """Seconds from the plan to the acknowledgement, and CPU seconds of the plan and of the transfer thread meanwhile.
+
+        Raises RuntimeError when the import failed.
+        """
+        transfer_clock = time.pthread_getcpuclockid(self._transfer_thread())
         self.scheduler.add_remote(request_id, params)
         self.scheduler.choose_landing(request_id, landing is Landing.RESIDENT, True)
-        began = time.perf_counter()
+        began, busy_s = time.perf_counter(), -time.thread_time() - time.clock_gettime(transfer_clock)
         self.scheduler.start_import(request_id, ImportTarget(landing=landing, pages=pages))
+        self.step()
+        busy_s += time.thread_time()
         while True:
             loaded, failed = self.step()
             if request_id in loaded:
                 seconds = time.perf_counter() - began
+                busy_s += time.clock_gettime(transfer_clock)
                 break
             if failed or time.perf_counter() - began > WAIT_S:
                 raise RuntimeError(f"the import failed: {failed or 'not in time'}")
             time.sleep(0.0001)
         self.scheduler.request_closed(request_id)
         self.step()
-        return seconds
+        return seconds, busy_s
+
+    def _transfer_thread(self) -> int:
+        return next(t.ident for t in threading.enumerate() if t.name == "hisparse-pd-0" and t.ident not in self._older)
 
     def close(self) -> None:
         self.worker.shutdown()
