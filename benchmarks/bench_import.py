@@ -27,16 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="64 pages, no bars: a smoke test")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases whose name has this word")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="imports timed per case")
+    parser.add_argument("--slot-pages", type=int, metavar="N", help="pages of a staging slot: 8, on CUDA 64")
     parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
     args = parser.parse_args(argv)
     yardsticks = report.Yardsticks.measure(2) if args.device == "cpu" else None
-    header, rows = report.facts("bench_import", yardsticks), []
-    for case in cases.all_cases(args.device):
-        if all(word in case.name for word in args.only):
-            start = time.perf_counter()
-            rows += cases.measure(case, quick=args.quick, repeats=args.repeats)
-            print(f"{case.name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    header = report.facts("bench_import", yardsticks)
+    rows: list[report.Row] = []
+    slot_pages = args.slot_pages or (64 if args.device == "cuda" else 8)
+    chosen = [case for case in cases.all_cases(args.device, slot_pages) if all(word in case.name for word in args.only)]
+    start = time.perf_counter()
+    for row in cases.measure_all(chosen, quick=args.quick, repeats=args.repeats):
+        rows.append(row)
+        print(f"{row.case}: {row.value:.3g} {row.unit}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return report.finish(header, rows, path=args.json, check=args.check)
 
 

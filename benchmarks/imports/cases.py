@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import mmap
 import multiprocessing as mp
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from benchmarks.imports.engines import Engine, Setup, layout_of, serve
+from benchmarks.imports.engines import Engine, Setup, serve
 from benchmarks.report import Row
 from hisparse.pd.generations import GENERATION_BYTES
 from hisparse.pd.importer import copy_now
@@ -38,6 +41,7 @@ class Case:
         source: where prefill holds the pages, "gpu" (its packed allocation) or "host".
         runs: consecutive ids on the prefill side: 8 pages are a chunk of 512 tokens, 32 of 2,048; 1: each for itself, on the
             decode side, too, where the pages of one admission are consecutive otherwise.
+        slot_pages: of a staging slot.
         control: without the copies, CPU time a page.
     """
 
@@ -48,6 +52,7 @@ class Case:
     transport: str = "nixl"
     device: str = "cpu"
     runs: int = 8
+    slot_pages: int = 8
     control: bool = False
 
     @property
@@ -55,19 +60,20 @@ class Case:
         what = "control" if self.control else "bytes"
         return f"{what} {self.layout} {self.source} -> {self.landing.value} {self.path} runs {self.runs} {self.transport}"
 
-    @property
-    def prefill_device(self) -> str:
-        return "cpu" if self.device == "cpu" else f"cuda:{torch.cuda.device_count() - 1}"
+    def prefill_side(self) -> tuple[str, ...]:
+        """Cases that agree in it can use one prefill engine."""
+        return self.layout, self.source, self.device, "process" if self.transport == "nixl" else "here"
 
 
-def all_cases(device: str) -> list[Case]:
+def all_cases(device: str, slot_pages: int) -> list[Case]:
     host, resident = Landing.HOST, Landing.RESIDENT
     if device == "cuda":
         landings = ((host, "staged", "gpu"), (resident, "staged", "gpu"), (host, "staged", "host"), (host, "direct", "host"),
                     (resident, "staged", "host"))
-        return [Case(layout="mla", landing=landing, path=path, source=source, device="cuda", runs=runs)
+        return [Case(layout="mla", landing=landing, path=path, source=source, device="cuda", runs=runs,
+                     slot_pages=slot_pages)
                 for landing, path, source in landings for runs in (32, 8, 1)]
-    cases = [Case(layout=layout, landing=host, path=path, source=source, transport=transport)
+    cases = [Case(layout=layout, landing=host, path=path, source=source, transport=transport, slot_pages=slot_pages)
              for layout in ("tiny", "mla") for transport in ("nixl", "loopback") for source in ("gpu", "host")
              for path in ("staged", "direct")]
     cases += [Case(layout=layout, landing=resident, path="staged", source="gpu") for layout in ("tiny", "mla")]
@@ -77,63 +83,84 @@ def all_cases(device: str) -> list[Case]:
     return cases + [replace(case, transport="none") for case in controls] + [case for case in controls if case.runs > 1]
 
 
-def measure(case: Case, *, quick: bool, repeats: int) -> list[Row]:
-    num_pages, layout = QUICK_PAGES if quick else PAGES, layout_of(case.layout)
-    slot_pages = 64 if case.device == "cuda" else 8
-    config: dict[str, Any] = {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path,
-                              "staging_slots": 8, "staging_slot_pages": slot_pages}
-    far = Setup(name="p", layout=case.layout, device=case.prefill_device, num_pages=num_pages, resident=case.source == "gpu",
-                host=case.source == "host", runs=case.runs, config={**config, "staging_slots": 1})
+def measure_all(cases: Sequence[Case], *, quick: bool, repeats: int) -> Iterator[Row]:
+    """Rows, case by case; cases with the same prefill side share one."""
+    num_pages = QUICK_PAGES if quick else PAGES
+    for _, group in itertools.groupby(sorted(cases, key=Case.prefill_side), key=Case.prefill_side):
+        alike = list(group)
+        with Prefill(alike[0], num_pages) as prefill:
+            for case in alike:
+                yield _measure(case, prefill, num_pages, quick, repeats)
+
+
+def _measure(case: Case, prefill: Prefill, num_pages: int, quick: bool, repeats: int) -> Row:
     near = Setup(name="d", layout=case.layout, device="cuda:0" if case.device == "cuda" else "cpu", num_pages=num_pages,
-                 resident=case.landing is Landing.RESIDENT, host=case.landing is Landing.HOST,
-                 runs=1 if case.runs == 1 else num_pages, config=config)
-    num_bytes = num_pages * (layout.host_block_bytes + layout.indexer_page_bytes)
-    on_cpu = case.device == "cpu"
-    copy_s, kernel_s = (memcpy_s(num_bytes), kernel_copy_s(num_bytes)) if on_cpu and not case.control else (None, None)
-    transports: list[Transport] = []
-    with _prefill(case, far, transports) as (grant, make_transport), _without_copies(case.control):
-        engine = Engine(near, make_transport=make_transport)
+                 resident=case.landing is Landing.RESIDENT, host=case.landing is Landing.HOST, config=config_of(case))
+    num_bytes = num_pages * (near.kv.host_block_bytes + near.kv.indexer_page_bytes)
+    times = []
+    with _without_copies(case.control):
+        engine = Engine(near, make_transport=prefill.transport_of(case))
         try:
-            times = []
             for i in range(repeats + 1):
-                source, target = far.pages(10 + i), near.pages(50 + i)
-                seconds, busy_s = engine.load(f"r{i}", grant(f"r{i}", 10 + i), target, case.landing)
+                source = prefill.setup.pages(10 + i, case.runs)
+                target = near.pages(50 + i, 1 if case.runs == 1 else num_pages)
+                params = prefill.grant(f"{case.name}-{i}", 10 + i, case.runs)
+                seconds, busy_s = engine.load(f"r{i}", params, target, case.landing)
                 if i == 0 and not case.control:
                     engine.assert_imported(source, target, case.landing, from_host=case.source == "host")
                 if i:
                     times.append(busy_s if case.control else seconds)
         finally:
             engine.close()
-    row = _row(case, times, num_pages, num_bytes, copy_s, quick, transports)
-    return [row if kernel_s is None else replace(row, detail=row.detail | {"kernel copy GB/s": num_bytes / kernel_s / 1e9})]
-
-
-def _row(case: Case, times: list[float], num_pages: int, num_bytes: int, copy_s: float | None, quick: bool,
-         transports: list[Transport]) -> Row:
-    middle, best, worst = statistics.median(times), min(times), max(times)
-    counted = next((t for t in transports if isinstance(t, CutTransport)), None)
     if case.control:
+        return _control_row(case, times, num_pages, quick, prefill.last)
+    copies = (memcpy_s(num_bytes), kernel_copy_s(num_bytes)) if case.device == "cpu" else None
+    return _bytes_row(case, times, num_bytes, quick, copies)
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    return {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path, "staging_slots": 8,
+            "staging_slot_pages": case.slot_pages}
+
+
+def _control_row(case: Case, times: list[float], num_pages: int, quick: bool, transport: Transport | None) -> Row:
+    per_page = [seconds / num_pages * 1e6 for seconds in times]
+    detail = {}
+    if isinstance(transport, CutTransport):
         imports = len(times) + 1
-        detail = {"reads": counted.reads / imports, "descriptors": counted.descriptors / imports} if counted else {}
-        return Row(case=case.name, value=middle / num_pages * 1e6, unit="us/page",
-                   bar=None if quick or case.transport == "nixl" else CONTROL_US,
-                   best=best / num_pages * 1e6, max=worst / num_pages * 1e6, detail=detail)
+        detail = {"reads": transport.reads / imports, "descriptors": transport.descriptors / imports}
+    return Row(case=case.name, value=statistics.median(per_page), unit="us/page", best=min(per_page), max=max(per_page),
+               bar=None if quick or case.transport == "nixl" else CONTROL_US, detail=detail)
+
+
+def _bytes_row(case: Case, times: list[float], num_bytes: int, quick: bool, copies: tuple[float, float] | None) -> Row:
+    """`copies`: seconds of a memcpy and of the kernel's copy of the same bytes."""
+    rates = [num_bytes / seconds / 1e9 for seconds in times]
+    detail = {"MB": num_bytes / 1e6, "ms": statistics.median(times) * 1e3}
     bar: float | None = HOST_GB_S if case.landing is Landing.HOST else RESIDENT_GB_S
     ceiling = None
-    if copy_s is not None:
-        bar = MEMCPY_SHARE * num_bytes / copy_s / 1e9
-        ceiling = (num_bytes / copy_s / 1e9, "x memcpy")
+    if copies is not None:
+        memcpy, kernel = (num_bytes / seconds / 1e9 for seconds in copies)
+        bar, ceiling = MEMCPY_SHARE * memcpy, (memcpy, "x memcpy")
+        detail["kernel copy GB/s"] = kernel
     if quick or (case.device == "cuda" and (case.runs == 1 or case.source == "host")):
         bar = None
-    return Row(case=case.name, value=num_bytes / middle / 1e9, unit="GB/s", bar=bar, more_is_better=True, yardstick=ceiling,
-               best=num_bytes / best / 1e9, max=num_bytes / worst / 1e9, detail={"MB": num_bytes / 1e6, "ms": middle * 1e3})
+    return Row(case=case.name, value=statistics.median(rates), unit="GB/s", bar=bar, more_is_better=True, yardstick=ceiling,
+               best=max(rates), max=min(rates), detail=detail)
+
+
+def _shared(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of the kind that host pools are: shared, in small pages, all of which exist."""
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory[:] = 1
+    return memory
 
 
 def memcpy_s(num_bytes: int) -> float:
-    """One thread copies so many bytes between two buffers that exist."""
-    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    """One thread copies so many bytes."""
+    source, target = _shared(num_bytes), _shared(num_bytes)
     times = []
-    for _ in range(5):
+    for _ in range(4):
         start = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - start)
@@ -146,7 +173,7 @@ class _Piece(ctypes.Structure):
 
 def kernel_copy_s(num_bytes: int, piece_bytes: int = 336 << 10) -> float:
     """The same by the kernel's copy between processes (process_vm_readv), which is what UCX reads with inside a machine."""
-    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    source, target = _shared(num_bytes), _shared(num_bytes)
     libc, times = ctypes.CDLL(None, use_errno=True), []
     for _ in range(3):
         start = time.perf_counter()
@@ -158,46 +185,67 @@ def kernel_copy_s(num_bytes: int, piece_bytes: int = 336 << 10) -> float:
     return statistics.median(times)
 
 
-@contextmanager
-def _prefill(case: Case, setup: Setup, transports: list[Transport]) -> Iterator[tuple[
-        Callable[[str, int], dict[str, Any]], Callable[[str], Transport] | None]]:
-    """A function that grants, and what makes the decode side's transport."""
-    if case.transport != "nixl":
-        network = LoopbackNetwork()
-        kind = LoopbackTransport if case.transport == "loopback" else InstantTransport
-        engine = Engine(setup, make_transport=lambda name: LoopbackTransport(name, network=network))
-        engine.fill()
-        try:
-            yield (lambda name, seed: engine.grant(name, setup.pages(seed)),
-                   lambda name: kind(name, network=network))
-        finally:
-            engine.close()
-        return
-    context = mp.get_context("spawn")
-    pipe, far = context.Pipe()
-    process = context.Process(target=serve, args=(far, setup), daemon=True)
-    process.start()
-    try:
-        assert pipe.poll(120) and pipe.recv() == "ready", "the prefill process did not start"
+class Prefill:
+    """The prefill side of some cases: a process of its own with NIXL, or an engine in this one.
 
-        def grant(name: str, seed: int) -> dict[str, Any]:
-            pipe.send(("grant", name, seed))
-            assert pipe.poll(60), "no answer from the prefill process"
-            return dict(pipe.recv())
+    Attributes:
+        last: the decode side's transport of the latest case, where the benchmark made it.
+    """
 
-        def cut(name: str) -> Transport:
-            from hisparse.pd.nixl import NixlTransport
+    def __init__(self, case: Case, num_pages: int) -> None:
+        device = f"cuda:{torch.cuda.device_count() - 1}" if case.device == "cuda" else "cpu"
+        self.setup = Setup(name="p", layout=case.layout, device=device, num_pages=num_pages, resident=case.source == "gpu",
+                           host=case.source == "host", config={**config_of(case), "staging_slots": 1})
+        self.last: Transport | None = None
+        self._engine: Engine | None = None
+        self._network = LoopbackNetwork()
+        if case.transport != "nixl":
+            self._engine = Engine(self.setup, make_transport=lambda name: LoopbackTransport(name, network=self._network))
+            self._engine.fill()
+            return
+        context = mp.get_context("spawn")
+        self._pipe, far = context.Pipe()
+        self._process = context.Process(target=serve, args=(far, self.setup), daemon=True)
+        self._process.start()
+        assert self._pipe.poll(120) and self._pipe.recv() == "ready", "the prefill process did not start"
 
-            transports.append(CutTransport(NixlTransport(name)))
-            return transports[-1]
+    def __enter__(self) -> Prefill:
+        return self
 
-        yield grant, cut if case.control else None
-        pipe.send(("stop",))
-        pipe.poll(30)
-    finally:
-        process.join(20)
-        if process.is_alive():
-            process.kill()
+    def grant(self, name: str, seed: int, runs: int) -> dict[str, Any]:
+        if self._engine is not None:
+            return self._engine.grant(name, self.setup.pages(seed, runs))
+        self._pipe.send(("grant", name, seed, runs))
+        assert self._pipe.poll(60), "no answer from the prefill process"
+        return dict(self._pipe.recv())
+
+    def transport_of(self, case: Case) -> Callable[[str], Transport] | None:
+        """What makes the decode side's transport; None = as an engine does."""
+        if case.transport == "nixl" and not case.control:
+            return None
+
+        def make(name: str) -> Transport:
+            if case.transport == "nixl":
+                from hisparse.pd.nixl import NixlTransport
+
+                self.last = CutTransport(NixlTransport(name))
+            else:
+                kind = LoopbackTransport if case.transport == "loopback" else InstantTransport
+                self.last = kind(name, network=self._network)
+            return self.last
+
+        return make
+
+    def __exit__(self, *error: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            return
+        with suppress(OSError):
+            self._pipe.send(("stop",))
+            self._pipe.poll(30)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def layout_of(name: str) -> KVCacheLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One side of an import; picklable. `runs`: consecutive ids, as a prefill chunk, an extent, or a whole admission gets."""
+    """One side of an import; picklable."""
 
     name: str
     layout: str
@@ -50,15 +50,18 @@ class Setup:
     num_pages: int
     resident: bool
     host: bool
-    runs: int
     config: dict[str, Any]
 
-    def pages(self, seed: int) -> RequestPages:
-        """Ids of the request's pages: in runs, and the runs in random order."""
-        rng, groups = np.random.default_rng(seed), layout_of(self.layout).num_resident_groups
+    @property
+    def kv(self) -> KVCacheLayout:
+        return layout_of(self.layout)
+
+    def pages(self, seed: int, runs: int) -> RequestPages:
+        """Ids of the request's pages: in runs of consecutive ids, and the runs in random order."""
+        rng, groups = np.random.default_rng(seed), self.kv.num_resident_groups
         sets = 1 + (groups if self.resident else 0)
-        device = _runs(rng, sets * self.num_pages, self.runs)
-        host = _runs(rng, self.num_pages, self.runs) if self.host else np.zeros(self.num_pages, np.int64)
+        device = _runs(rng, sets * self.num_pages, runs)
+        host = _runs(rng, self.num_pages, runs) if self.host else np.zeros(self.num_pages, np.int64)
         parts = device.reshape(sets, self.num_pages).tolist()
         return RequestPages(
             first_page=0, num_tokens=self.num_pages * 64, indexer_blocks=tuple(parts[0]),
@@ -67,7 +70,7 @@ class Setup:
 
     @property
     def num_device_blocks(self) -> int:
-        groups = layout_of(self.layout).num_resident_groups
+        groups = self.kv.num_resident_groups
         return 1 + self.num_pages * (1 + (groups if self.resident else 0))
 
 
@@ -81,7 +84,7 @@ class Engine:
     """Pools and both connector halves of one engine with one rank."""
 
     def __init__(self, setup: Setup, *, make_transport: Callable[[str], Transport] | None = None) -> None:
-        self.setup, self.layout = setup, layout_of(setup.layout)
+        self.setup, self.layout = setup, setup.kv
         if setup.device != "cpu":
             torch.cuda.set_device(setup.device)
         self.cache = DeviceCache(self.layout, setup.num_device_blocks, setup.device, poison=False)
@@ -190,7 +193,7 @@ class Engine:
 
 
 def serve(pipe: Connection, setup: Setup) -> None:
-    """A prefill engine in a process of its own: obeys ("grant", id, seed) and ("stop",)."""
+    """A prefill engine in a process of its own: obeys ("grant", id, seed, runs) and ("stop",)."""
     engine = Engine(setup)
     engine.fill()
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -203,7 +206,7 @@ def serve(pipe: Connection, setup: Setup) -> None:
             order = pipe.recv()
             if order[0] != "grant":
                 break
-            pipe.send(engine.grant(order[1], setup.pages(order[2])))
+            pipe.send(engine.grant(order[1], setup.pages(order[2], order[3])))
     engine.close()
     with contextlib.suppress(BrokenPipeError):
         pipe.send("stopped")
