@@ -84,38 +84,48 @@ def all_cases(device: str, slot_pages: int) -> list[Case]:
 
 
 def measure_all(cases: Sequence[Case], *, quick: bool, repeats: int) -> Iterator[Row]:
-    """Rows, case by case; cases with the same prefill side share one."""
+    """Rows, case by case; cases with the same engines share them."""
     num_pages = QUICK_PAGES if quick else PAGES
     for _, group in itertools.groupby(sorted(cases, key=Case.prefill_side), key=Case.prefill_side):
         alike = list(group)
         with Prefill(alike[0], num_pages) as prefill:
-            for case in alike:
-                yield _measure(case, prefill, num_pages, quick, repeats)
+            for _, same in itertools.groupby(alike, key=lambda case: replace(case, runs=0)):
+                yield from _measure(list(same), prefill, num_pages, quick, repeats)
 
 
-def _measure(case: Case, prefill: Prefill, num_pages: int, quick: bool, repeats: int) -> Row:
+def _measure(cases: Sequence[Case], prefill: Prefill, num_pages: int, quick: bool, repeats: int) -> Iterator[Row]:
+    """Cases that differ in `runs` only."""
+    case = cases[0]
     near = Setup(name="d", layout=case.layout, device="cuda:0" if case.device == "cuda" else "cpu", num_pages=num_pages,
                  resident=case.landing is Landing.RESIDENT, host=case.landing is Landing.HOST, config=config_of(case))
     num_bytes = num_pages * (near.kv.host_block_bytes + near.kv.indexer_page_bytes)
-    times = []
     with _without_copies(case.control):
         engine = Engine(near, make_transport=prefill.transport_of(case))
         try:
-            for i in range(repeats + 1):
-                source = prefill.setup.pages(10 + i, case.runs)
-                target = near.pages(50 + i, 1 if case.runs == 1 else num_pages)
-                params = prefill.grant(f"{case.name}-{i}", 10 + i, case.runs)
-                seconds, busy_s = engine.load(f"r{i}", params, target, case.landing)
-                if i == 0 and not case.control:
-                    engine.assert_imported(source, target, case.landing, from_host=case.source == "host")
-                if i:
-                    times.append(busy_s if case.control else seconds)
+            for case in cases:
+                times = _times(case, prefill, engine, repeats)
+                if case.control:
+                    yield _control_row(case, times, num_pages, quick, prefill.last)
+                    continue
+                copies = (memcpy_s(num_bytes), kernel_copy_s(num_bytes)) if case.device == "cpu" else None
+                yield _bytes_row(case, times, num_bytes, quick, copies)
         finally:
             engine.close()
-    if case.control:
-        return _control_row(case, times, num_pages, quick, prefill.last)
-    copies = (memcpy_s(num_bytes), kernel_copy_s(num_bytes)) if case.device == "cpu" else None
-    return _bytes_row(case, times, num_bytes, quick, copies)
+
+
+def _times(case: Case, prefill: Prefill, engine: Engine, repeats: int) -> list[float]:
+    """Seconds of each import after the first, whose every byte is compared."""
+    times = []
+    for i in range(repeats + 1):
+        name, seed = f"{case.name}-{i}", 10 + i
+        source = prefill.setup.pages(seed, case.runs)
+        target = engine.setup.pages(50 + i, 1 if case.runs == 1 else engine.setup.num_pages)
+        seconds, busy_s = engine.load(name, prefill.grant(name, seed, case.runs), target, case.landing)
+        if i == 0 and not case.control:
+            engine.assert_imported(source, target, case.landing, from_host=case.source == "host")
+        if i:
+            times.append(busy_s if case.control else seconds)
+    return times
 
 
 def config_of(case: Case) -> dict[str, Any]:

@@ -151,6 +151,22 @@ def test_nothing_is_read_before_the_device_has_come_to_the_command(pair: Callabl
     assert_imported(prefill.memory, source, decode.memory, target, landing)
 
 
+def test_a_read_that_hangs_is_over_when_its_endpoint_is_closed(pair: Callable[..., tuple[Half, Half]]) -> None:
+    """Failed at the deadline, acknowledged when closed; then every slot serves again."""
+    prefill, decode = pair(transfer_deadline_s=0.3, staging_slots=3)
+    source = source_pages("mixed")
+    assert decode.transport is not None
+    decode.transport.faults.hang = lambda number: True
+    started = time.monotonic()
+    decode.start("r", prefill.grant("r", source), Landing.HOST, seed=22)
+    assert "not done within 0.3 s" in decode.outcome("r")
+    assert time.monotonic() - started > 1.0 and decode.transport.aborted, "acknowledged before the endpoint was closed"
+    decode.transport.faults.hang = lambda number: False
+    target = decode.start("s", prefill.grant("s", source), Landing.HOST, seed=23)
+    assert decode.outcome("s") == ""
+    assert_imported(prefill.memory, source, decode.memory, target, Landing.HOST)
+
+
 def loopback_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines of the parity tests on one GPU, over the loopback transport."""
     move_to_cuda(monkeypatch, graphs=True, modules=(cells, rig, test_matrix))

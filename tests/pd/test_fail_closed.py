@@ -20,7 +20,7 @@ from tests.mutations.pd_faults import PD_FAULTS
 from tests.pd.schedules import live
 
 SCHEDULES = int(os.environ.get("HISPARSE_PD_SCHEDULES", "240"))
-FAULT_SEEDS = 150
+FAULT_SEEDS = 200
 COUNT_SEEDS = int(os.environ.get("HISPARSE_PD_FAULT_SEEDS", "0"))
 
 EXPECTED = (
