@@ -180,6 +180,8 @@ class Importer:
         direct, staged = [planner.indexer()], []
         for from_gpu in (True, False):  # one READ has one kind of memory on either side
             pages = rows_of[gpu == from_gpu]
+            if not pages.size:
+                continue
             if self._staged(to_host, from_gpu):
                 staged += planner.slot_chunks(pages, self._slot_pages)
             else:
