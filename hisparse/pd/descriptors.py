@@ -65,13 +65,14 @@ def merge(parts: Iterable[Part]) -> Descriptors:
     return merged
 
 
-def split(descriptors: Descriptors) -> Iterator[Descriptors]:
-    """Cuts a list into READs of bounded bytes and descriptors, in order."""
+def split(descriptors: Descriptors, max_bytes: int | None = None) -> Iterator[Descriptors]:
+    """Cuts a list into READs of bounded bytes (default MAX_READ_BYTES) and descriptors, in order."""
+    max_bytes = MAX_READ_BYTES if max_bytes is None else max_bytes
     ends = np.cumsum(descriptors[:, 2])
     first = 0
     while first < len(descriptors):
         before = int(ends[first - 1]) if first else 0
-        last = int(np.searchsorted(ends, before + MAX_READ_BYTES, side="right"))
+        last = int(np.searchsorted(ends, before + max_bytes, side="right"))
         last = max(first + 1, min(last, first + MAX_READ_DESCRIPTORS))
         yield descriptors[first:last]
         first = last

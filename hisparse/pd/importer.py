@@ -36,8 +36,8 @@ from hisparse.types import Landing
 
 BRIDGE_BYTES = 1 << 19
 """Padding between two pages that is read with them on CUDA: a descriptor costs 8 us, in which a link moves more than that."""
-DIRECT_READS = 4
-"""READs without a staging slot that one import has posted at a time."""
+DIRECT_READS, MAX_READ_BYTES_CUDA = 4, 256 << 20
+"""READs without a staging slot that one import has posted at a time; between GPUs one of 256 MB takes a millisecond."""
 
 
 class CopyEvent(Protocol):
@@ -125,6 +125,7 @@ class Importer:
         self._rank, self._writer = rank, host_writer
         self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
+        self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
         slot_bytes = slot_pages * self._layout.staged_page_bytes
         device = torch.device("cuda", device_index(memory.cache.device)) if memory.on_cuda else None
         self.staging = SlotPool(staging_slots, slot_bytes, device=device)
@@ -187,7 +188,7 @@ class Importer:
             else:
                 direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
         for descriptors in direct:
-            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors))
+            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
         job.waiting.extend(_Read(pages=chunk) for chunk in staged)  # last: see _post
 
     def cancel(self, job_id: int) -> None:
