@@ -29,6 +29,7 @@ from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_diffe
 from hisparse.pd.memory import LocalMemory, device_index
 from hisparse.pd.pages import Ids
 from hisparse.pd.peers import PeerTable
+from hisparse.pd.repaging import ReadPlanners, RepagingPlanner
 from hisparse.pd.scatter import make_scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.pd.transport import Descriptors, PeerLost, Transport
@@ -80,7 +81,7 @@ class _Read:
 class _Import:
     plan: ImportPlan
     source: RankEndpoint
-    reads: ReadPlanner | None
+    reads: ReadPlanner | RepagingPlanner | None
     started_at_s: float
     deadline_s: float
     rows_of: Ids  # pages whose rows this rank reads
@@ -142,6 +143,8 @@ class Importer:
             transport.register(address, num_bytes, gpu)
         self.peers = PeerTable(transport, clock)
         self._scatter = make_scatter(memory, slot_pages)
+        self._planners = ReadPlanners(self._layout, memory.regions,
+                                      bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
         self._jobs: dict[int, _Import] = {}
         self._lost: dict[str, _Lost] = {}
         self._acks: list[ImportAck] = []
@@ -174,8 +177,7 @@ class Importer:
         for other in self._jobs.values():
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
-        job.reads = planner = ReadPlanner(self._layout, plan, source, self._memory.regions,
-                                          bridge_bytes=BRIDGE_BYTES if self._memory.on_cuda else 0)
+        job.reads = planner = self._planners.make(plan, source)
         to_host = to_host and self._writer
         gpu = np.fromiter((planner.is_resident(page) for page in rows_of.tolist()), np.bool_, rows_of.size)
         direct, staged = [planner.indexer()], []
@@ -294,7 +296,7 @@ class Importer:
             return to_host
         return not (to_host and self._direct)
 
-    def _pool_of(self, read: _Read, planner: ReadPlanner) -> SlotPool:
+    def _pool_of(self, read: _Read, planner: ReadPlanner | RepagingPlanner) -> SlotPool:
         if read.pages is None:
             return self.generation_slots
         if self.device_staging is not None and planner.is_resident(int(read.pages[0])):
@@ -350,7 +352,7 @@ class Importer:
     # ---- generations
     def _start_verify(self, job: _Import) -> None:
         job.phase = _Phase.VERIFY
-        batches = plan_check(job.plan, job.source, job.rows_of, GENERATION_BYTES)
+        batches = plan_check(job.plan, job.source, job.plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
         job.waiting.extend(_Read(runs=batch) for batch in batches)
 
     def _generation_reads(self, read: _Read) -> Descriptors:
