@@ -46,7 +46,7 @@ class World:
         self.host = memory.cuda[: layers * host_blocks * page].view(layers, host_blocks, page)
         self.blocks = 1 + most * layout.num_resident_groups
         self.device = torch.randint(0, 256, (self.blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
-        self.staging = torch.randint(0, 256, (most * layout.host_block_bytes,), dtype=torch.uint8, device="cuda")
+        self.staging = torch.randint(0, 256, (most * layout.staged_page_bytes,), dtype=torch.uint8, device="cuda")
         self.most, self.host_blocks = most, host_blocks
         self.copier = PageCopier(layout, self.device.view(-1, layout.row.row_bytes),
                                  [layer.view(-1, layout.row.row_bytes) for layer in self.host])

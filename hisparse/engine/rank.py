@@ -21,7 +21,7 @@ from hisparse.engine.models.hf import DSAModel, load_network
 from hisparse.engine.parallel import HeadParallel
 from hisparse.engine.sampler import Sampler
 from hisparse.engine.step_output import StepOutput
-from hisparse.errors import ConfigError, InvariantError
+from hisparse.errors import InvariantError
 from hisparse.types import SampledToken, StepCommand, StepResult
 from hisparse.worker import HostPool, WorkerParts, build_worker
 
@@ -64,9 +64,6 @@ class RankEngine:
             raise InvariantError(f"cache.enabled = {config.cache.enabled}, but the host pool is {host_pool!r}")
         self._parallel = HeadParallel(rank=rank, size=num_ranks, group=process_group)
         self.device = open_device(config.model, rank)
-        if self.device.type == "cuda" and config.pd.role != "colocated":
-            raise ConfigError(f"pd.role = {config.pd.role} reads and writes CPU memory only; set model.device to cpu, or serve "
-                              "colocated (serve.prefill_replicas = 0)")
         network, shape = load_network(config.model, num_ranks=num_ranks, device=self.device)
         num_blocks = config.cache.device_blocks
         check_room(self.device, self.layout.device_bytes(num_blocks), num_blocks)

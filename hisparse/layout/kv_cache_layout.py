@@ -157,6 +157,11 @@ class KVCacheLayout:
 
     # ---- host bytes
     @property
+    def staged_page_bytes(self) -> int:
+        """Bytes of one page in a staging slot: a whole block of each resident group, never less than a host page."""
+        return self.num_resident_groups * self.block_bytes
+
+    @property
     def host_block_bytes(self) -> int:
         """Bytes of one host page over all layers."""
         return self.shape.num_layers * self.layer_page_bytes

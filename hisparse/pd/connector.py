@@ -19,5 +19,5 @@ def make_pd_worker(parts: WorkerParts, *, config: HiSparseConfig, engine_id: str
     """The worker half over one rank's pools; with functools.partial a picklable connector factory for `RankEngine`."""
     return PDConnectorWorker(
         kv_layout(config), config.pd, cache=parts.cache, host_pool=parts.host_pool, engine_id=engine_id,
-        incarnation=incarnation, rank=parts.rank, host_writer=parts.is_writer,
+        incarnation=incarnation, rank=parts.rank, host_writer=parts.is_writer, streams=parts.streams,
     )

@@ -1,8 +1,10 @@
 """Imports of one rank: a state machine over a Transport, moved on by `pump` from the thread that owns the transport.
 
 Per import: data READs (straight to their place, or through staging slots and a copy) -> every piece seen -> generation
-READs -> compare -> row masks -> acknowledged ok. Any fault makes it failed: nothing more is posted, and "failed" is
-acknowledged only when nothing of it can write memory any more: its READs ended, or its peer's endpoint was closed.
+READs -> compare -> mirrors of what was read straight into host pages -> row masks -> acknowledged ok. Nothing is posted before
+`ready` says that earlier work on the destination's pages is over. Any fault makes it failed: nothing more is posted, and
+"failed" is acknowledged only when nothing of it can write memory any more: its copies are over, and its READs ended or its
+peer's endpoint was closed.
 A READ past the deadline gets `drain_s` more to end by itself; then the endpoint is closed, which fails that peer's
 other imports too. Until then its pages and slots stay in quarantine.
 """
@@ -17,23 +19,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
 from hisparse.pd.descriptors import ReadPlanner, mirrored, split
 from hisparse.pd.endpoint import RankEndpoint
 from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
-from hisparse.pd.memory import LocalMemory
+from hisparse.pd.memory import LocalMemory, device_index
 from hisparse.pd.pages import Ids
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.repaging import ReadPlanners, RepagingPlanner
-from hisparse.pd.scatter import Scatter
+from hisparse.pd.scatter import make_scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.pd.transport import Descriptors, PeerLost, Transport
 from hisparse.types import Landing
 
-DIRECT_READS = 4
-"""READs without a staging slot that one import has posted at a time."""
+BRIDGE_BYTES = 1 << 19
+"""Padding between two pages that is read with them on CUDA: a descriptor costs 8 us, in which a link moves more than that."""
+DIRECT_READS, MAX_READ_BYTES_CUDA = 4, 256 << 20
+"""READs without a staging slot that one import has posted at a time; between GPUs one of 256 MB takes a millisecond."""
 
 
 class CopyEvent(Protocol):
@@ -56,6 +61,7 @@ def copy_now(copy: Callable[[], None]) -> CopyEvent:
 class _Phase(enum.Enum):
     DATA = "data"
     VERIFY = "verify"
+    MIRROR = "mirror"
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +71,7 @@ class _Read:
     descriptors: Descriptors | None = None  # None: staged or generations, made when it has a slot
     pages: Ids | None = None  # staged
     runs: list[GenerationRun] | None = None  # generations
+    pool: SlotPool | None = None
     slot: int = -1
     handle: Any = None
     event: CopyEvent | None = None
@@ -82,6 +89,7 @@ class _Import:
     posted: list[_Read] = field(default_factory=list)
     copying: list[_Read] = field(default_factory=list)
     phase: _Phase = _Phase.DATA
+    ready: bool = False  # its pages may be written
     failure: ImportFailure | None = None
     reason: str = ""
     num_bytes: int = 0
@@ -100,25 +108,43 @@ class Importer:
 
     Args:
         host_writer: this rank writes host pages (HOST landings); others read only indexer and mirrored pages.
-        direct: HOST landings without staging. slot_pages: whole pages per staging slot. drain_s: see the module.
+        direct: HOST landings without staging; on CUDA that is for pages of the peer's host pool, pages of its GPU are staged.
+        slot_pages: whole pages per staging slot. drain_s: see the module.
         copy_engine: runs copies out of staging; returns the event that must be seen before the slot is free.
+        ready: job id -> True once everything that was done with its pages before is over.
+    Attributes:
+        staging: slots in CPU memory. device_staging: on CUDA, slots on the GPU for pages that come from a peer's GPU: a READ
+            from GPU into CPU memory is a hundred times slower than one between GPUs and a copy here.
     """
 
     def __init__(self, memory: LocalMemory, transport: Transport, *, rank: int, host_writer: bool, staging_slots: int,
                  slot_pages: int, direct: bool = False, drain_s: float = 1.0,
                  clock: Callable[[], float] = time.monotonic,
-                 copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now) -> None:
+                 copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now,
+                 ready: Callable[[int], bool] = lambda job_id: True) -> None:
         self._memory, self._layout, self._transport = memory, memory.layout, transport
         self._rank, self._writer = rank, host_writer
         self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
-        self._clock, self._copy = clock, copy_engine
-        self.staging = SlotPool(staging_slots, slot_pages * self._layout.host_block_bytes)
+        self._clock, self._copy, self._ready = clock, copy_engine, ready
+        self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
+        slot_bytes = slot_pages * self._layout.staged_page_bytes
+        device = torch.device("cuda", device_index(memory.cache.device)) if memory.on_cuda else None
+        self.staging = SlotPool(staging_slots, slot_bytes, device=device)
+        self.device_staging = SlotPool(staging_slots, slot_bytes, device=device, on_device=True) if memory.on_cuda else None
         self.generation_slots = SlotPool(max(2, staging_slots), GENERATION_BYTES)
-        for pool in (self.staging, self.generation_slots):
-            transport.register(pool.address, pool.num_bytes)
+        self._pools = [pool for pool in (self.staging, self.device_staging, self.generation_slots) if pool is not None]
+        slabs = [(pool.address, pool.num_bytes) for pool in (self.staging, self.generation_slots)]
+        device_slabs = [*memory.device_slabs]
+        if self.device_staging is not None and device is not None:
+            device_slabs.append((self.device_staging.address, self.device_staging.num_bytes, device.index))
+        for address, num_bytes in slabs:
+            transport.register(address, num_bytes)
+        for address, num_bytes, gpu in device_slabs:
+            transport.register(address, num_bytes, gpu)
         self.peers = PeerTable(transport, clock)
-        self._scatter = Scatter(memory, slot_pages)
-        self._planners = ReadPlanners(self._layout, memory.regions)
+        self._scatter = make_scatter(memory, slot_pages)
+        self._planners = ReadPlanners(self._layout, memory.regions,
+                                      bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
         self._jobs: dict[int, _Import] = {}
         self._lost: dict[str, _Lost] = {}
         self._acks: list[ImportAck] = []
@@ -152,15 +178,20 @@ class Importer:
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
-        direct = [planner.indexer()]
-        if not to_host or not self._writer:
-            direct.append(planner.to_resident(rows_of))
-        elif self._direct:
-            direct.append(planner.to_host(rows_of))
-        else:
-            job.waiting.extend(_Read(pages=chunk) for chunk in planner.slot_chunks(rows_of, self._slot_pages))
+        to_host = to_host and self._writer
+        gpu = np.fromiter((planner.is_resident(page) for page in rows_of.tolist()), np.bool_, rows_of.size)
+        direct, staged = [planner.indexer()], []
+        for from_gpu in (True, False):  # one READ has one kind of memory on either side
+            pages = rows_of[gpu == from_gpu]
+            if not pages.size:
+                continue
+            if self._staged(to_host, from_gpu):
+                staged += planner.slot_chunks(pages, self._slot_pages)
+            else:
+                direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
         for descriptors in direct:
-            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors))
+            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
+        job.waiting.extend(_Read(pages=chunk) for chunk in staged)  # last: see _post
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -191,11 +222,11 @@ class Importer:
 
     def check(self) -> None:
         """Slots held are those of running imports."""
-        self.staging.check()
-        self.generation_slots.check()
+        for pool in self._pools:
+            pool.check()
         held = sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying))
-        free = self.staging.num_free + self.generation_slots.num_free
-        total = self.staging.memory.shape[0] + self.generation_slots.memory.shape[0]
+        free = sum(pool.num_free for pool in self._pools)
+        total = sum(pool.memory.shape[0] for pool in self._pools)
         if held + free != total:
             raise InvariantError(f"{held} slots held by imports and {free} free of {total}")
 
@@ -205,7 +236,8 @@ class Importer:
         moved |= self._poll_copies(job)
         if job.failure is None and now >= job.deadline_s:
             self._fail(job, ImportFailure.TIMEOUT, f"not done within {job.plan.deadline_s:g} s")
-        if job.failure is None:
+        job.ready = job.ready or self._ready(job.plan.job_id)
+        if job.failure is None and job.ready:
             moved |= self._post(job)
         if job.posted and now >= job.deadline_s + self._drain_s:
             self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
@@ -213,6 +245,8 @@ class Importer:
             return moved
         if job.failure is None and job.phase is _Phase.DATA:
             self._start_verify(job)
+            return True
+        if job.failure is None and job.phase is _Phase.VERIFY and self._start_mirrors(job):
             return True
         self._finish(job, now)
         return True
@@ -246,12 +280,28 @@ class Importer:
         return moved
 
     def _start_copy(self, job: _Import, read: _Read) -> None:
-        pages, slot, planner = read.pages, read.slot, job.reads
-        assert pages is not None and planner is not None
+        pages, pool, slot, planner = read.pages, read.pool, read.slot, job.reads
+        assert pages is not None and pool is not None and planner is not None
         layered = not planner.is_resident(int(pages[0]))
+        to_host = job.plan.landing is Landing.HOST and self._writer
         read.event = self._copy(
-            lambda: self._scatter.from_slot(job.plan, pages, self.staging.memory[slot], layered=layered))
+            lambda: self._scatter.from_slot(job.plan, pages, pool, slot, layered=layered, to_host=to_host))
         job.copying.append(read)
+
+    def _staged(self, to_host: bool, from_gpu: bool) -> bool:
+        """Pages that the peer holds resident (or not) pass through a slot. The peer's kind of memory is taken for ours."""
+        if not self._memory.on_cuda:
+            return to_host and not self._direct
+        if from_gpu:
+            return to_host
+        return not (to_host and self._direct)
+
+    def _pool_of(self, read: _Read, planner: ReadPlanner | RepagingPlanner) -> SlotPool:
+        if read.pages is None:
+            return self.generation_slots
+        if self.device_staging is not None and planner.is_resident(int(read.pages[0])):
+            return self.device_staging
+        return self.staging
 
     def _poll_copies(self, job: _Import) -> bool:
         done = [read for read in job.copying if read.event is not None and read.event.done()]
@@ -274,12 +324,12 @@ class Importer:
                 direct += 1
                 descriptors = read.descriptors
             else:
-                pool = self.staging if read.pages is not None else self.generation_slots
+                pool = self._pool_of(read, planner)
                 slot = pool.acquire(agent)
                 if slot is None:
-                    stuck.append(read)
-                    continue
-                read.slot = slot
+                    job.waiting.appendleft(read)
+                    break  # whatever is behind it needs a slot, too
+                read.pool, read.slot = pool, slot
                 descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
                                if read.pages is not None else self._generation_reads(read))
             try:
@@ -296,7 +346,7 @@ class Importer:
             job.num_bytes += int(descriptors[:, 2].sum())
             job.posted.append(read)
             moved = True
-        job.waiting.extend(stuck)
+        job.waiting.extendleft(reversed(stuck))
         return moved
 
     # ---- generations
@@ -317,11 +367,18 @@ class Importer:
         if difference:
             self._fail(job, ImportFailure.GENERATION, difference)
 
+    def _start_mirrors(self, job: _Import) -> bool:
+        """Pages that were staged have their mirrors. False = there are none to fill."""
+        job.phase = _Phase.MIRROR
+        plan = job.plan
+        if not (self._direct and self._writer and plan.landing is Landing.HOST and mirrored(plan.destination).any()):
+            return False
+        job.copying.append(_Read(event=self._copy(lambda: self._scatter.mirror_from_host(plan))))
+        return True
+
     # ---- ends
     def _finish(self, job: _Import, now: float) -> None:
         if job.failure is None and job.plan.landing is Landing.HOST and self._writer:
-            if self._direct:
-                self._scatter.mirror_from_host(job.plan)
             self._scatter.set_row_masks(job.plan)
         del self._jobs[job.plan.job_id]
         self._acks.append(ImportAck(job_id=job.plan.job_id, failure=job.failure, reason=job.reason,
@@ -353,11 +410,13 @@ class Importer:
     def _abort(self, job: _Import, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""
         self._fail(job, failure, reason)
+        if job.posted and self._memory.on_cuda:  # closing does not stop copies between GPUs that the device has begun
+            torch.cuda.synchronize(self._memory.cache.device)
         for read in job.posted:
             self._free_slot(read)
         job.posted.clear()
 
     def _free_slot(self, read: _Read) -> None:
-        if read.slot >= 0:
-            (self.staging if read.pages is not None else self.generation_slots).release(read.slot)
+        if read.slot >= 0 and read.pool is not None:
+            read.pool.release(read.slot)
             read.slot = -1

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hisparse.errors import TransferError
@@ -67,7 +68,7 @@ class _Read:
 
 @dataclass(slots=True)
 class LoopbackTransport:
-    """One agent; see Transport. Bytes move inside `poll`, by memmove.
+    """One agent; see Transport. Bytes move inside `poll`, by memmove, and by the copy engine where a GPU's memory is involved.
 
     Attributes:
         faults: levers. posted: every READ so far, as (peer, descriptors), for tests of what is read.
@@ -80,6 +81,7 @@ class LoopbackTransport:
     posted: list[tuple[str, Descriptors]] = field(default_factory=list)
     aborted: int = 0
     _ranges: list[tuple[int, int]] = field(default_factory=list)
+    _device_ranges: list[tuple[int, int]] = field(default_factory=list)
     _peers: dict[str, set[int]] = field(default_factory=dict)
     _reads: dict[int, _Read] = field(default_factory=dict)
     _inbox: list[bytes] = field(default_factory=list)
@@ -91,8 +93,8 @@ class LoopbackTransport:
                 raise TransferError(f"agent {self.name} exists already on this network")
             self.network.agents[self.name] = self
 
-    def register(self, address: int, num_bytes: int) -> None:
-        self._ranges.append((address, address + num_bytes))
+    def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
+        (self._ranges if device is None else self._device_ranges).append((address, address + num_bytes))
 
     def metadata(self) -> bytes:
         return _METADATA + self.name.encode()
@@ -180,7 +182,11 @@ class LoopbackTransport:
 
     def covers(self, address: int, num_bytes: int) -> bool:
         """True when one registration holds [address, address + num_bytes)."""
-        return any(first <= address and address + num_bytes <= last for first, last in self._ranges)
+        return any(first <= address and address + num_bytes <= last for first, last in (*self._ranges, *self._device_ranges))
+
+    def on_device(self, address: int) -> bool:
+        """The address is registered memory of a GPU."""
+        return any(first <= address < last for first, last in self._device_ranges)
 
     def _alive(self, peer: str) -> LoopbackTransport:
         with self.network.lock:
@@ -195,7 +201,28 @@ class LoopbackTransport:
 
     def _move(self, read: _Read, *, first_half: bool) -> None:
         read.halves += 1
+        remote = self._alive(read.peer)
+        with_device = []
         for far, near, size in read.descriptors.tolist():
             half = size // 16 * 8
             start, count = (0, half) if first_half else (half, size - half)
-            ctypes.memmove(near + start, far + start, count)
+            if self.on_device(near) or remote.on_device(far):
+                with_device.append((near + start, far + start, count))
+            else:
+                ctypes.memmove(near + start, far + start, count)
+        if with_device:
+            _copy_on_device(with_device)
+
+
+def _copy_on_device(pieces: Sequence[tuple[int, int, int]]) -> None:
+    """(to, from, bytes), on a stream of its own; returns when they are there."""
+    import torch
+
+    from hisparse.ops.cuda.copy_engine import copy_strided
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for to, source, count in pieces:
+            copy_strided(to, count, source, count, count, 1)
+    while not stream.query():  # no step waits here, so no synchronise either
+        time.sleep(0)

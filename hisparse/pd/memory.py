@@ -1,4 +1,7 @@
-"""One rank's own memory as the importer sees it: regions, raw byte views, row masks, generations. CPU backend."""
+"""One rank's own memory as the importer sees it: regions, raw byte views, row masks, generations.
+
+The packed allocation lies in CPU memory or on a GPU; the host pool and both generation arrays are CPU memory always.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
@@ -42,11 +47,21 @@ class Slab(Protocol):
     def generations(self) -> npt.NDArray[Any]: ...
 
 
+class DeviceSlab(Slab, Protocol):
+    """A packed allocation, on whatever device the rank computes."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def rows(self) -> Tensor: ...
+
+
 class HostSlab(Slab, Protocol):
     """A host pool: a slab with a row mask per page, which stays as it is while somebody holds it."""
 
     @property
     def row_masks(self) -> npt.NDArray[Any]: ...
+    def device_rows(self, layer: int) -> Tensor: ...
     def hold(self, owner: str) -> None: ...
     def release(self, owner: str) -> None: ...
 
@@ -55,15 +70,21 @@ class LocalMemory:
     """Byte views of the packed allocation and of the host pool. Holds both alive.
 
     Attributes:
-        device: uint8 [num_blocks, block_bytes]. host: uint8 [layers, num_host_blocks, layer_page_bytes] or None.
-        regions: by name. slabs: (address, bytes) to register, each once.
+        cache, pool: as given. on_cuda: the packed allocation is memory of a GPU.
+        device: uint8 [num_blocks, block_bytes]; without a block on CUDA. host: uint8 [layers, num_host_blocks,
+            layer_page_bytes] or None.
+        regions: by name. slabs: CPU memory to register, (address, bytes), each once. device_slabs: GPU memory, with the
+            number of the device behind.
     """
 
-    def __init__(self, layout: KVCacheLayout, cache: Slab, host_pool: HostSlab | None) -> None:
+    def __init__(self, layout: KVCacheLayout, cache: DeviceSlab, host_pool: HostSlab | None) -> None:
         self.layout = layout
-        self._cache, self._pool = cache, host_pool
+        self.cache, self.pool = cache, host_pool
+        self.on_cuda = cache.device.type == "cuda"
         num_host = host_pool.num_blocks if host_pool is not None else 0
-        self.device = _view(cache.address, cache.nbytes).reshape(cache.num_blocks, layout.block_bytes)
+        self.device: Bytes = np.empty((0, layout.block_bytes), dtype=np.uint8)
+        if not self.on_cuda:
+            self.device = _view(cache.address, cache.nbytes).reshape(cache.num_blocks, layout.block_bytes)
         self.host: Bytes | None = None
         self.row_masks: npt.NDArray[Any] | None = None
         if host_pool is not None:
@@ -75,7 +96,12 @@ class LocalMemory:
             host_address=host_pool.address if host_pool is not None else 0, num_host_blocks=num_host)
         self.regions: dict[str, Region] = {region.name: region for region in regions}
         arrays = [_generations(DEVICE_GENERATIONS, cache)]
-        self.slabs: list[tuple[int, int]] = [(cache.address, cache.nbytes)]
+        self.slabs: list[tuple[int, int]] = []
+        self.device_slabs: list[tuple[int, int, int]] = []
+        if self.on_cuda:
+            self.device_slabs.append((cache.address, cache.nbytes, device_index(cache.device)))
+        else:
+            self.slabs.append((cache.address, cache.nbytes))
         if host_pool is not None:
             arrays.append(_generations(HOST_GENERATIONS, host_pool))
             self.slabs.append((host_pool.address, host_pool.nbytes))
@@ -85,13 +111,13 @@ class LocalMemory:
     @contextlib.contextmanager
     def held(self, owner: str) -> Iterator[None]:
         """While `owner` has the slabs registered: the host pool must be pinned before and unpinned after it."""
-        if self._pool is not None:
-            self._pool.hold(owner)
+        if self.pool is not None:
+            self.pool.hold(owner)
         try:
             yield
         finally:
-            if self._pool is not None:
-                self._pool.release(owner)
+            if self.pool is not None:
+                self.pool.release(owner)
 
     def endpoint(self, rank: int, agent: str, metadata: bytes) -> RankEndpoint:
         """This memory's address for peers. Raises ProtocolError when a region does not fit its layout."""
@@ -127,6 +153,11 @@ class LocalMemory:
     @property
     def num_host_blocks(self) -> int:
         return self.regions[HOST].num_pages if self.host is not None else 0
+
+
+def device_index(device: torch.device) -> int:
+    """Number of a CUDA device in this process; "cuda" alone is the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _view(address: int, num_bytes: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""The NIXL Transport: one agent, UCX, DRAM. The only module that imports nixl.
+"""The NIXL Transport: one agent, UCX, CPU and GPU memory. The only module that imports nixl.
 
 Error mode `peer` is the default although it costs ~10 ms a notice on busy cores: it is what makes a dead peer an error
 within ~0.1 s instead of a transfer that never completes. `none` is faster for notices where every peer shares our fate.
@@ -16,9 +16,9 @@ import nixl._api as nixl_api
 import numpy as np
 
 from hisparse.errors import TransferError
+from hisparse.pd.registered import CPU, RegisteredRanges
 from hisparse.pd.transport import Descriptors, PeerLost
 
-_MEMORY = "DRAM"
 _BINDING_LOCK = threading.Lock()
 
 
@@ -50,22 +50,29 @@ class NixlTransport:
         except Exception as error:
             raise TransferError(f"cannot make the NIXL agent {name}: {_words(error)}") from error
         self._registrations: list[Any] = []
+        self._own = RegisteredRanges()
+        self._far: dict[str, RegisteredRanges] = {}
         self._peers: dict[str, set[NixlRead]] = {}
         self._closed = False
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
         try:
-            self._registrations.append(self._agent.register_memory([(address, num_bytes, 0, "")], _MEMORY))
+            self._registrations.append(self._agent.register_memory([(address, num_bytes, device or 0, "")], _kind(device)))
         except Exception as error:
-            raise TransferError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {_words(error)}; "
-                                "check `ulimit -l` (memlock)") from error
+            fix = ("check `ulimit -l` (memlock)" if device is None else
+                   "UCX must have its CUDA modules (cuda_copy, cuda_ipc) and find libcuda.so.1")
+            where = "of CPU memory" if device is None else f"of GPU {device}"
+            raise TransferError(f"NIXL cannot register {num_bytes} bytes {where} at {address:#x}: {_words(error)}; {fix}"
+                                ) from error
+        self._own.add(address, num_bytes, device)
 
     def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
+        return self._own.wrap(bytes(self._agent.get_agent_metadata()))
 
     def connect(self, peer: str, metadata: bytes) -> None:
         if peer in self._peers:
             raise TransferError(f"agent {peer} is connected already; disconnect it first")
+        ranges, metadata = RegisteredRanges.unwrap(metadata)
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -75,7 +82,7 @@ class NixlTransport:
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(name)
             raise TransferError(f"the metadata of agent {peer} belongs to agent {name}")
-        self._peers[peer] = set()
+        self._peers[peer], self._far[peer] = set(), ranges
 
     def read(self, peer: str, descriptors: Descriptors) -> NixlRead:
         if peer not in self._peers:
@@ -83,9 +90,12 @@ class NixlTransport:
         far, near = np.zeros(descriptors.shape, np.uint64), np.zeros(descriptors.shape, np.uint64)
         far[:, 0], near[:, 0] = descriptors[:, 0], descriptors[:, 1]
         far[:, 1] = near[:, 1] = descriptors[:, 2]
+        far_gpu = self._far[peer].device_of(descriptors[:, 0], descriptors[:, 2])
+        near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
+        far[:, 2], near[:, 2] = max(far_gpu, 0), max(near_gpu, 0)
         agent = self._agent
         try:
-            local, remote = agent.get_xfer_descs(near, _MEMORY), agent.get_xfer_descs(far, _MEMORY)
+            local, remote = agent.get_xfer_descs(near, _kind(near_gpu)), agent.get_xfer_descs(far, _kind(far_gpu))
             read = NixlRead(peer=peer, xfer=agent.initialize_xfer("READ", local, remote, peer), done=False)
         except Exception as error:  # out of range, unregistered, unknown: nothing was posted
             raise TransferError(f"READ from {peer} was refused: {_words(error)}") from error
@@ -143,7 +153,7 @@ class NixlTransport:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
             raise TransferError(f"cannot remove NIXL agent {peer}: {_words(error)}") from error
-        del self._peers[peer]
+        del self._peers[peer], self._far[peer]
 
     def close(self) -> None:
         if self._closed:
@@ -182,6 +192,11 @@ def _make_agent(name: str, progress_wait_us: int) -> Any:
             return nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(enable_prog_thread=True, backends=[]))
         finally:
             binding.nixlAgentConfig = plain
+
+
+def _kind(device: int | None) -> str:
+    """NIXL's name of the memory of a GPU, or of CPU memory (None, CPU)."""
+    return "DRAM" if device is None or device == CPU else "VRAM"
 
 
 def _words(error: Exception) -> str:

@@ -94,15 +94,16 @@ class ReadPlanners:
     """Makes the planner of each import of one rank: page to page where both sides cut alike, unit by unit where not.
 
     Args:
-        layout: of this side. own: this rank's regions by name.
+        layout: of this side. own: this rank's regions by name. bridge_bytes: see ReadPlanner.
     """
 
-    def __init__(self, layout: KVCacheLayout, own: dict[str, Region]) -> None:
+    def __init__(self, layout: KVCacheLayout, own: dict[str, Region], *, bridge_bytes: int = 0) -> None:
         self._layout, self._own, self._peers = layout, own, PeerLayouts(layout)
+        self._bridge_bytes = bridge_bytes
 
     def make(self, plan: ImportPlan, source: RankEndpoint) -> ReadPlanner | RepagingPlanner:
         """Raises ProtocolError for a paging that the scheduler half had to refuse."""
         far = self._peers.of(plan.source_paging)
         if far is self._layout:
-            return ReadPlanner(self._layout, plan, source, self._own)
+            return ReadPlanner(self._layout, plan, source, self._own, bridge_bytes=self._bridge_bytes)
         return RepagingPlanner(self._layout, plan, source, self._own, far)

@@ -18,7 +18,7 @@ from hisparse.pd.importer import Importer
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.transport import Transport
 
-BUSY_POLL_S = 0.0005
+BUSY_POLL_S = 0.0001
 IDLE_POLL_S = 0.01
 """Notices of peers are seen after at most this long when nothing is imported."""
 LINGER_S = 0.1

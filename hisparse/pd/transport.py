@@ -27,8 +27,12 @@ class Transport(Protocol):
 
     name: str
 
-    def register(self, address: int, num_bytes: int) -> None:
-        """Makes [address, address + num_bytes) readable by peers and usable as a destination. Raises TransferError."""
+    def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
+        """Makes [address, address + num_bytes) readable by peers and usable as a destination. Raises TransferError.
+
+        Args:
+            device: number of the GPU whose memory it is; None = CPU memory.
+        """
 
     def metadata(self) -> bytes:
         """What a peer needs for connect(). Covers everything registered so far."""
@@ -38,6 +42,8 @@ class Transport(Protocol):
 
     def read(self, peer: str, descriptors: Descriptors) -> Any:
         """Posts one READ of all descriptors; returns its handle. May block for the copy.
+
+        On either side all of them are CPU memory, or all of them memory of one GPU.
 
         Raises:
             TransferError: nothing was posted (range outside a registration, unknown peer). PeerLost: see there.

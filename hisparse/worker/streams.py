@@ -1,15 +1,15 @@
 """A rank's streams, and every event between them.
 
-Four streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills and the scatter of
-imports, *prefetch* carries the copies of followers, *mirror* carries new rows to the host. *host* stands for the step's thread,
-which only ever asks.
+Five streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, *prefetch* the copies
+of followers, *mirror* new rows to the host, *import* the copies of imported pages out of staging (on *dma* they would stand
+behind spills that wait for a forward). *host* stands for the threads of the process, which only ever ask.
 
 | event | recorded on | read by | means |
 |---|---|---|---|
-| COMMAND_APPLIED | compute | dma | the command's tables and copies are queued, and so is every earlier step |
+| COMMAND_APPLIED | compute | dma, host | the command's tables and copies are queued, and so is every earlier step |
 | FORWARD_DONE | compute | dma | the step's rows and row masks are written: its spills may read |
 | SPILLS_DONE | dma | compute, host | a batch of spills is on the host: its blocks may be overwritten (fence) |
-| IMPORT_DONE | dma | compute, host | an import's pages are in place |
+| IMPORT_DONE | import | host | the pages of a staging slot are in place: the slot is free |
 | PLAN_READY | compute | prefetch | a leader's miss plan is complete |
 | PREFETCHED | prefetch | compute | a follower's rows are in its hot region |
 | APPENDED | compute | mirror | some layers' new rows are in their resident pages |
@@ -43,19 +43,20 @@ class Place(enum.Enum):
     DMA = "dma"
     PREFETCH = "prefetch"
     MIRROR = "mirror"
+    IMPORT = "import"
     HOST = "host"
 
 
-_C, _D, _P, _M, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.MIRROR, Place.HOST
+_C, _D, _P, _M, _I, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.MIRROR, Place.IMPORT, Place.HOST
 
 
 class StepEvent(enum.Enum):
     """Every event of a step: name, who records it, who reads it. The table of this module in data."""
 
-    COMMAND_APPLIED = ((_C,), (_D,), "the command's tables and copies are queued, and so is every earlier step")
+    COMMAND_APPLIED = ((_C,), (_D, _H), "the command's tables and copies are queued, and so is every earlier step")
     FORWARD_DONE = ((_C,), (_D,), "the step's rows and row masks are written: its spills may read")
     SPILLS_DONE = ((_D,), (_C, _H), "a batch of spills is on the host: its blocks may be overwritten (fence)")
-    IMPORT_DONE = ((_D,), (_C, _H), "an import's pages are in place")
+    IMPORT_DONE = ((_I,), (_H,), "the pages of a staging slot are in place: the slot is free")
     PLAN_READY = ((_C,), (_P,), "a leader's miss plan is complete")
     PREFETCHED = ((_P,), (_C,), "a follower's rows are in its hot region")
     APPENDED = ((_C,), (_M,), "some layers' new rows are in their resident pages")
@@ -87,7 +88,8 @@ class Streams:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        self._own = {place: _stream(self.device) for place in (Place.DMA, Place.PREFETCH, Place.MIRROR)}
+        own = (Place.DMA, Place.PREFETCH, Place.MIRROR, Place.IMPORT)
+        self._own = {place: _stream(self.device) for place in own}
 
     def raw(self, place: Place) -> Any:
         """The torch stream of a place; None on the CPU. COMPUTE is torch's current stream of the device.

@@ -102,7 +102,7 @@ def test_scatter_of_staged_pages(layout, layered, on, memory):
     pages[::3, 2:] = 0
     pages[7, -1] = 0
     pages[1::4, 1] = 0
-    raw = torch.randint(0, 256, (30 * layout.host_block_bytes,), dtype=torch.uint8)
+    raw = torch.randint(0, 256, (30 * layout.staged_page_bytes,), dtype=torch.uint8)
     with HostMemory(raw.numel()) as staging:
         staging.cpu.copy_(raw)
         ours = OnDevice(pools, memory)
@@ -296,9 +296,9 @@ def test_what_cannot_be_copied_is_refused(memory):
         with pytest.raises(InvariantError, match=words):
             ours.copier.spill(bad)
     with pytest.raises(InvariantError, match="staging must be"):
-        ours.copier.scatter(torch.zeros(4 * layout.host_block_bytes, dtype=torch.uint8), pages, layered=True, slot_pages=4)
+        ours.copier.scatter(torch.zeros(4 * layout.staged_page_bytes, dtype=torch.uint8), pages, layered=True, slot_pages=4)
     with pytest.raises(InvariantError, match="16-byte aligned"):
-        raw = torch.zeros(4 * layout.host_block_bytes + 1, dtype=torch.uint8, device="cuda")[1:]
+        raw = torch.zeros(4 * layout.staged_page_bytes + 1, dtype=torch.uint8, device="cuda")[1:]
         ours.copier.scatter(raw, pages, layered=True, slot_pages=4)
     from hisparse.ops.cuda.pages import PageCopier
 

@@ -71,14 +71,15 @@ class Pools:
 
     def scatter(self, staging: Tensor, pages: PageList, layered: bool, slot_pages: int) -> None:
         layout = self.layout
-        slot, page = staging[: slot_pages * layout.host_block_bytes], layout.layer_page_bytes
+        page, groups = layout.layer_page_bytes, layout.num_resident_groups
         for place, (rows, host, *blocks) in enumerate(pages.tolist()):
             if layered:
-                by_layer = dict(enumerate(slot.view(-1, slot_pages, page)[:, place]))
+                slot = staging[: slot_pages * layout.host_block_bytes].view(-1, slot_pages, page)
+                by_layer = dict(enumerate(slot[:, place]))
             else:
-                parts = slot.view(slot_pages, -1, page)[place]
-                order = [layer for group in layout.residents for layer in group.layers]
-                by_layer = dict(zip(order, parts, strict=True))
+                slot = staging[: groups * slot_pages * layout.block_bytes].view(groups, slot_pages, -1)
+                by_layer = {layer: slot[g, place, i * page : (i + 1) * page]
+                            for g, group in enumerate(layout.residents) for i, layer in enumerate(group.layers)}
             for layer, group in enumerate(layout.layer_group):
                 if host:
                     self._copy(self.host[layer, host], by_layer[layer], rows)

@@ -51,7 +51,7 @@ def test_scatter_fills_the_host_pages_and_blocks_that_are_named(pools, layered):
     pages[[1, 4], 2:] = 0
     pages[5, -1] = 0
     pages[[2, 4], 1] = 0
-    staging = torch.randint(0, 256, (9 * pools.layout.host_block_bytes + 32,), dtype=torch.uint8)
+    staging = torch.randint(0, 256, (9 * pools.layout.staged_page_bytes + 32,), dtype=torch.uint8)
     want = pools.clone()
     want.scatter(staging, pages, layered, 9)
     PageCopier(pools.layout, pools.rows, pools.host_rows).scatter(staging, pages, layered=layered, slot_pages=9)
@@ -115,7 +115,7 @@ def test_ids_outside_the_pools_are_refused(column, value, words):
         copier.spill(pages.astype(np.int64))
     with pytest.raises(InvariantError, match=r"int32 \[m, 4\]"):
         copier.spill(pages[:, :3])
-    staging = torch.zeros(3 * pools.layout.host_block_bytes, dtype=torch.uint8)
+    staging = torch.zeros(3 * pools.layout.staged_page_bytes, dtype=torch.uint8)
     with pytest.raises(InvariantError, match=r"4 pages from a slot of 3|a page list"):
         copier.scatter(staging, pages, layered=True, slot_pages=3)
     for operation, pair in ((copier.copy_blocks, (3, 0)), (copier.copy_blocks, (30, 1)), (copier.copy_host_pages, (1, 20))):

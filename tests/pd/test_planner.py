@@ -81,6 +81,21 @@ def test_merged_descriptors_move_the_same_bytes(items: list[tuple[int, int]]) ->
         assert not (a[0] + a[2] == b[0] and a[1] + a[2] == b[1]), "true neighbours are one descriptor"
 
 
+@given(pieces, st.booleans())
+def test_merging_over_padding_moves_every_piece_and_else_only_padding(items: list[tuple[int, int]], padded: bool) -> None:
+    """Pieces of 8 bytes in blocks of 12: what else is moved lies behind a piece on both sides, in its own block."""
+    far = np.array([f * 12 for f, _ in items], np.int64)
+    near = np.array([n * 12 for _, n in items], np.int64)
+    merged = merge([(far, near, 8, 4 if padded else 0)])
+    moved = {n + i: f + i for f, n, size in merged.tolist() for i in range(size)}
+    assert len(moved) == merged[:, 2].sum(), "no byte is moved twice"
+    own = {n + i: f + i for f, n in zip(far.tolist(), near.tolist()) for i in range(12)}
+    assert moved.items() <= own.items()
+    assert {n + i: f + i for f, n in zip(far.tolist(), near.tolist()) for i in range(8)}.items() <= moved.items()
+    neighbours = len({(f, n) for f, n in items} & {(f + 1, n + 1) for f, n in items})
+    assert len(merged) == len(items) - (neighbours if padded else 0)
+
+
 def test_split_bounds_bytes_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_READ_BYTES", 100)
     monkeypatch.setattr(module, "MAX_READ_DESCRIPTORS", 3)

@@ -48,7 +48,7 @@ class PageCopier:
 
         Args:
             staging: uint8, contiguous: `[layer][slot_pages][page bytes]` if `layered` (it came from a host pool), else
-                `[slot_pages][group][layers of the group][page bytes]` (it came from resident blocks).
+                `[group][slot_pages][block bytes]`, whole blocks (it came from resident blocks).
         Raises:
             InvariantError: an id outside a pool, more pages than the slot holds, or a slot that is too short.
         """
@@ -56,7 +56,7 @@ class PageCopier:
         layout, num = self._layout, len(pages)
         check_staging(layout, staging, num, slot_pages)
         place, (count, host, device) = torch.arange(num), self._columns(pages)
-        slot = staging.view(-1)[: slot_pages * layout.host_block_bytes]
+        slot = staging.view(-1)[: slot_pages * layout.staged_page_bytes]
         staged = slot.view(self._rows.dtype).view(-1, layout.row.row_elems)
         for layer, group in enumerate(layout.layer_group):
             offset, stride = staged_page(layout, layer, slot_pages, layered)
@@ -148,14 +148,13 @@ def staged_page(layout: KVCacheLayout, layer: int, slot_pages: int, layered: boo
     """Byte offset of a layer's part of the first staged page, and bytes from a page to the next."""
     if layered:
         return layer * slot_pages * layout.layer_page_bytes, layout.layer_page_bytes
-    group = layout.layer_group[layer]
-    before = sum(layout.resident_page_bytes(g) for g in range(group))
-    return before + layout.layer_byte_offset(layer), layout.host_block_bytes
+    first_block = layout.layer_group[layer] * slot_pages * layout.block_bytes
+    return first_block + layout.layer_byte_offset(layer), layout.block_bytes
 
 
 def check_staging(layout: KVCacheLayout, staging: Tensor, num_pages: int, slot_pages: int) -> None:
     """Raises InvariantError unless `num_pages` pages fit in the slot and the slot in `staging`."""
-    need = slot_pages * layout.host_block_bytes
+    need = slot_pages * layout.staged_page_bytes
     if num_pages > slot_pages or staging.dtype != torch.uint8 or not staging.is_contiguous() or staging.numel() < need:
         raise InvariantError(
             f"{num_pages} pages from a slot of {slot_pages} need {need} contiguous bytes of staging, got {staging.dtype} "
