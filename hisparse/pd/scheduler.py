@@ -19,7 +19,15 @@ from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents, PageGenerations
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
-from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
+from hisparse.pd.commands import (
+    ImportFailure,
+    ImportPlan,
+    OutgoingNotice,
+    PDCommand,
+    PDOutput,
+    PeerTraffic,
+    TransferReport,
+)
 from hisparse.pd.endpoint import RETIRED_S, RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.leases import LeaseTable
@@ -52,6 +60,14 @@ class PDStats:
     import_seconds: float = 0.0
     late_acks_ignored: int = 0
     bad_notices: int = 0
+    imports_overdue: int = 0
+    """Whose request was ended while a rank's transfer thread could not say that they are over."""
+    stuck: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> why its transfer thread does not go on."""
+    staging_slots: int = 0
+    staging_slots_free: int = 0
+    peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
+    """Prefill engine id -> what all ranks together read from it."""
 
 
 class _RemoteState(enum.Enum):
@@ -72,6 +88,7 @@ class _Job:
     request_id: str
     waiting: set[int]  # ranks that have not acknowledged
     closed: bool = False
+    overdue: bool = False
     failures: list[tuple[int, ImportFailure, str]] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
@@ -113,7 +130,9 @@ class PDConnectorScheduler:
         self._failed: dict[str, str] = {}
         self._drained: list[str] = []
         self._failures: Counter[str] = Counter()
-        self._ok = self._bytes = self._late_acks = self._bad_notices = 0
+        self._ok = self._bytes = self._late_acks = self._bad_notices = self._num_overdue = 0
+        self._stuck: dict[int, str] = {}
+        self._reports: dict[int, TransferReport] = {}
         self._seconds = 0.0
 
     # ---- set-up
@@ -136,6 +155,7 @@ class PDConnectorScheduler:
         self.set_endpoints(endpoints)
         self._leases.end_all()
         jobs, self._jobs = self._jobs, {}
+        self._stuck, self._reports = {}, {}
         self._plans, self._cancels = [], []
         for job in jobs.values():
             job.failures.append((-1, ImportFailure.RESTARTED, "the workers restarted during the import"))
@@ -289,6 +309,7 @@ class PDConnectorScheduler:
         loaded, self._loaded = self._loaded, set()
         failed, self._failed = self._failed, {}
         drained, self._drained = self._drained, []
+        overdue: dict[str, str] = {}
         for output in outputs:
             if output.incarnation != self.incarnation:
                 self._late_acks += len(output.acks)
@@ -313,8 +334,9 @@ class PDConnectorScheduler:
                     del self._jobs[ack.job_id]
                     self._cancels = [job_id for job_id in self._cancels if job_id != ack.job_id]
                     self._end_job(job, loaded, failed, drained)
+            self._watch(output, overdue)
         self._leases.expire()
-        return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained))
+        return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained), overdue=overdue)
 
     def request_closed(self, request_id: str) -> None:
         """Import in flight: cancelled; LoadEvents.drained names the request when every rank drained."""
@@ -359,15 +381,25 @@ class PDConnectorScheduler:
             if not job.waiting or (not job.closed and self._importing.get(job.request_id) != job_id):
                 raise InvariantError(f"import {job_id} of {job.request_id} is in flight for nobody")
 
+    def problem(self) -> str:
+        """Why this engine should be replaced; "" = it is fine."""
+        return "; ".join(self._stuck[rank] for rank in sorted(self._stuck))
+
     def stats(self) -> PDStats:
-        leases = self._leases
+        leases, reports = self._leases, self._reports.values()
+        peers: dict[str, PeerTraffic] = {}
+        for report in reports:
+            for name, traffic in report.peers.items():
+                peers[name] = peers.get(name, PeerTraffic()) + traffic
         return PDStats(
             leases_held=len(leases), leases_granted=leases.granted, leases_released=leases.released,
             leases_expired=leases.expired, early_releases=leases.early_releases, imports_in_flight=len(self._jobs),
             imports_ok=self._ok, imports_failed=dict(self._failures),
             landings={landing.value: count for landing, count in self._planner.counts.items()},
             import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._late_acks,
-            bad_notices=self._bad_notices)
+            bad_notices=self._bad_notices, imports_overdue=self._num_overdue, stuck=dict(self._stuck), peers=peers,
+            staging_slots=sum(report.staging_slots for report in reports),
+            staging_slots_free=sum(report.staging_slots_free for report in reports))
 
     # ---- inside
     def _check_incarnation(self, engine_id: str, incarnation: int) -> None:
@@ -379,6 +411,22 @@ class PDConnectorScheduler:
             self._retired = {name: until_s for name, until_s in self._retired.items() if until_s > now}
             self._retired[engine_id, current] = now + RETIRED_S
             self._incarnations[engine_id] = incarnation
+
+    def _watch(self, output: PDOutput, overdue: dict[str, str]) -> None:
+        """Progress and counters of a rank's transfer thread."""
+        if output.report is not None:
+            self._reports[output.rank] = output.report
+        if output.stuck:
+            _log.error("%s", output.stuck)
+            self._stuck[output.rank] = output.stuck
+        else:
+            self._stuck.pop(output.rank, None)
+        for job_id, why in output.overdue.items():
+            job = self._jobs.get(job_id)
+            if job is not None and output.rank in job.waiting and not job.closed and not job.overdue:
+                job.overdue = True
+                self._num_overdue += 1
+                overdue[job.request_id] = f"rank {output.rank} could not end the import: {why}; its pages stay in quarantine"
 
     def _take_notice(self, payload: bytes) -> None:
         try:

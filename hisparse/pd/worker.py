@@ -52,7 +52,10 @@ class PDConnectorWorker:
 
         self._thread = TransferThread(
             memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S,
-            make_transport=make_transport or transport_factory(config.transport), make_importer=make_importer)
+            stall_s=config.transfer_deadline_s, make_transport=make_transport or transport_factory(config.transport),
+            make_importer=make_importer)
+        self._told: tuple[list[int], bool] = ([], False)
+        self._reported = self._thread.report
 
     def handshake(self) -> RankEndpoint:
         """Address of this rank for peers; give it to PDConnectorScheduler.set_endpoints.
@@ -74,9 +77,13 @@ class PDConnectorWorker:
         """Acknowledgements and notices since the last call. Raises TransferError when the transfer thread died."""
         self._thread.raise_error()
         acks, notices = self._thread.take()
-        if not acks and not notices:
+        overdue, stuck, report = self._thread.overdue(), self._thread.stuck(), self._thread.report
+        told, self._told = self._told, (sorted(overdue), bool(stuck))
+        fresh, self._reported = report is not self._reported, report
+        if not (acks or notices or fresh or told != self._told):
             return None
-        return PDOutput(rank=self._rank, incarnation=self._incarnation, acks=tuple(acks), notices=tuple(notices))
+        return PDOutput(rank=self._rank, incarnation=self._incarnation, acks=tuple(acks), notices=tuple(notices),
+                        overdue=overdue, stuck=stuck, report=report if fresh else None)
 
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""
