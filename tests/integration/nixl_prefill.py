@@ -27,8 +27,8 @@ class PrefillEngine:
     """Its rank's memory and both halves. Obeys: ("grant", id, pages), ("bump", blocks), ("reuse", pages), ("lease", seconds),
     ("expired",), ("stats",)."""
 
-    def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any]) -> None:
-        self.memory = RankMemory(SEED)
+    def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any], **sizes: int) -> None:
+        self.memory = RankMemory(SEED, **sizes)
         settings = PDConfig(role="prefill", **config)
         self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
                                         engine_id=engine_id, incarnation=incarnation, rank=0, host_writer=True)
