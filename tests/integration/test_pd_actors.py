@@ -49,7 +49,7 @@ class Engines:
         self._started[name] = self._pool.submit(EngineActors.start, config, identity)
 
     def get(self, name: str) -> EngineActors:
-        return self._started[name].result(120)
+        return self._started[name].result(180)
 
     def stop(self) -> None:
         stops = [self._pool.submit(self.get(name).stop) for name in self._started if not self._started[name].exception()]
@@ -117,6 +117,27 @@ def engines(cluster: str, tiny_checkpoints: dict[str, Path]) -> Iterator[Engines
         engines.prepare(name, ranks)
     yield engines
     engines.stop()
+
+
+def mapped_pools(pid: int) -> set[tuple[str, str]]:
+    """(inode, path) of the shared host pools in a process's address space."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {(fields[4], fields[5]) for fields in lines if len(fields) > 5 and fields[5].endswith(".pool")}
+
+
+def test_each_engine_of_a_node_has_one_physical_pool(engines: Engines) -> None:
+    """Every rank of an engine maps the same segment, counted once; engines beside each other have others."""
+    inodes = []
+    for name, ranks in (("prefill-two", 2), ("decode-one", 1), ("decode-two", 2)):
+        engine = engines.get(name)
+        stats = asyncio.run(engine.stats())
+        path = Path(stats["host_pool"])
+        maps = [mapped_pools(pid) for pid in stats["rank_pids"]]
+        assert len(maps) == ranks and set.union(*maps) == {(str(path.stat().st_ino), str(path))}
+        on_disk = path.stat()
+        assert stats["host_pool_bytes"] == on_disk.st_size <= on_disk.st_blocks * 512, "all of it exists, and once"
+        inodes.append(on_disk.st_ino)
+    assert len(set(inodes)) == 3
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("two", "one"), ("one", "two")])
