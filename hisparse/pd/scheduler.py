@@ -19,21 +19,14 @@ from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents, PageGenerations
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
-from hisparse.pd.commands import (
-    ImportFailure,
-    ImportPlan,
-    OutgoingNotice,
-    PDCommand,
-    PDOutput,
-    PeerTraffic,
-    TransferReport,
-)
+from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput, PeerTraffic
 from hisparse.pd.endpoint import RETIRED_S, RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
 from hisparse.pd.planner import LandingPlanner
 from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
+from hisparse.pd.watch import TransferWatch
 from hisparse.types import ImportTarget, Landing, RequestPages
 
 MAX_ENGINE_ID_CHARS = 200
@@ -130,9 +123,8 @@ class PDConnectorScheduler:
         self._failed: dict[str, str] = {}
         self._drained: list[str] = []
         self._failures: Counter[str] = Counter()
-        self._ok = self._bytes = self._late_acks = self._bad_notices = self._num_overdue = 0
-        self._stuck: dict[int, str] = {}
-        self._reports: dict[int, TransferReport] = {}
+        self._ok = self._bytes = self._late_acks = self._bad_notices = 0
+        self._watch = TransferWatch()
         self._seconds = 0.0
 
     # ---- set-up
@@ -155,7 +147,7 @@ class PDConnectorScheduler:
         self.set_endpoints(endpoints)
         self._leases.end_all()
         jobs, self._jobs = self._jobs, {}
-        self._stuck, self._reports = {}, {}
+        self._watch.forget()
         self._plans, self._cancels = [], []
         for job in jobs.values():
             job.failures.append((-1, ImportFailure.RESTARTED, "the workers restarted during the import"))
@@ -334,7 +326,8 @@ class PDConnectorScheduler:
                     del self._jobs[ack.job_id]
                     self._cancels = [job_id for job_id in self._cancels if job_id != ack.job_id]
                     self._end_job(job, loaded, failed, drained)
-            self._watch(output, overdue)
+            self._watch.hear(output)
+            overdue |= self._overdue(output)
         self._leases.expire()
         return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained), overdue=overdue)
 
@@ -383,23 +376,18 @@ class PDConnectorScheduler:
 
     def problem(self) -> str:
         """Why this engine should be replaced; "" = it is fine."""
-        return "; ".join(self._stuck[rank] for rank in sorted(self._stuck))
+        return self._watch.problem()
 
     def stats(self) -> PDStats:
-        leases, reports = self._leases, self._reports.values()
-        peers: dict[str, PeerTraffic] = {}
-        for report in reports:
-            for name, traffic in report.peers.items():
-                peers[name] = peers.get(name, PeerTraffic()) + traffic
+        leases, (slots, free) = self._leases, self._watch.staging_slots()
         return PDStats(
             leases_held=len(leases), leases_granted=leases.granted, leases_released=leases.released,
             leases_expired=leases.expired, early_releases=leases.early_releases, imports_in_flight=len(self._jobs),
             imports_ok=self._ok, imports_failed=dict(self._failures),
             landings={landing.value: count for landing, count in self._planner.counts.items()},
             import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._late_acks,
-            bad_notices=self._bad_notices, imports_overdue=self._num_overdue, stuck=dict(self._stuck), peers=peers,
-            staging_slots=sum(report.staging_slots for report in reports),
-            staging_slots_free=sum(report.staging_slots_free for report in reports))
+            bad_notices=self._bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
+            peers=self._watch.peers(), staging_slots=slots, staging_slots_free=free)
 
     # ---- inside
     def _check_incarnation(self, engine_id: str, incarnation: int) -> None:
@@ -412,21 +400,16 @@ class PDConnectorScheduler:
             self._retired[engine_id, current] = now + RETIRED_S
             self._incarnations[engine_id] = incarnation
 
-    def _watch(self, output: PDOutput, overdue: dict[str, str]) -> None:
-        """Progress and counters of a rank's transfer thread."""
-        if output.report is not None:
-            self._reports[output.rank] = output.report
-        if output.stuck:
-            _log.error("%s", output.stuck)
-            self._stuck[output.rank] = output.stuck
-        else:
-            self._stuck.pop(output.rank, None)
+    def _overdue(self, output: PDOutput) -> dict[str, str]:
+        """Requests whose import a rank cannot end: it is told once, and drains when the rank's word comes after all."""
+        overdue: dict[str, str] = {}
         for job_id, why in output.overdue.items():
             job = self._jobs.get(job_id)
             if job is not None and output.rank in job.waiting and not job.closed and not job.overdue:
                 job.overdue = True
-                self._num_overdue += 1
+                self._watch.overdue += 1
                 overdue[job.request_id] = f"rank {output.rank} could not end the import: {why}; its pages stay in quarantine"
+        return overdue
 
     def _take_notice(self, payload: bytes) -> None:
         try:
