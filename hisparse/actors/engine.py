@@ -65,7 +65,8 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
     pd = None
     if config.pd.role != "colocated":
         pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
-                                  incarnation=identity.incarnation, num_ranks=len(ranks))
+                                  incarnation=identity.incarnation, num_ranks=len(ranks),
+                                  same_pages=config.model.device != "cpu")
         pd.set_endpoints([info.endpoint for info in infos if info.endpoint is not None])
     return EngineCore(
         config, RayExecutor(ranks, config.serve.step_timeout_s), engine_id=identity.engine_id,

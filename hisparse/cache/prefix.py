@@ -44,9 +44,13 @@ def _put(digest: hashlib._Hash, name: str, value: str | None) -> None:
         digest.update(b"\0" if part is None else b"\1" + struct.pack("<Q", len(part)) + part)
 
 
-def prompt_digest(layout_fingerprint: str, extra: ExtraKeys, token_ids: Sequence[int]) -> str:
-    """What a prompt's KV depends on, as 64 hex digits; whoever reads KV of a peer checks that it is of his prompt."""
-    return hashlib.sha256(root_key(layout_fingerprint, extra) + np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()
+def prompt_digest(row_fingerprint: str, extra: ExtraKeys, token_ids: Sequence[int]) -> str:
+    """What a prompt's KV depends on, as 64 hex digits; whoever reads KV of a peer checks that it is of his prompt.
+
+    Args:
+        row_fingerprint: of the layout; peers may cut the same rows into other pages.
+    """
+    return hashlib.sha256(root_key(row_fingerprint, extra) + np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()
 
 
 class PageKeys:

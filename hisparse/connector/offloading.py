@@ -105,6 +105,7 @@ class OffloadingScheduler:
         self._planned_stores: list[OffloadJob] = []
         self._loading: dict[str, int] = {}  # live request -> its load job
         self._failed_at_once: dict[str, str] = {}
+        self._drained_at_once: list[str] = []
         self._stored = self._loaded = self._evicted = self._refused = self._loads_failed = self._late_acks = 0
 
     # ---- IndexerOffload
@@ -170,7 +171,7 @@ class OffloadingScheduler:
         loaded: set[str] = set()
         failed, self._failed_at_once = self._failed_at_once, {}
         released: list[int] = []
-        drained: list[str] = []
+        drained, self._drained_at_once = self._drained_at_once, []
         for output in outputs:
             for ack in output.acks:
                 if not 0 < ack.job_id < self._next_job_id:
@@ -194,7 +195,8 @@ class OffloadingScheduler:
 
     def request_closed(self, request_id: str) -> None:
         """A load in flight goes on until drained; LoadEvents.drained then names the request, once."""
-        self._failed_at_once.pop(request_id, None)
+        if self._failed_at_once.pop(request_id, None) is not None:
+            self._drained_at_once.append(request_id)
         job_id = self._loading.pop(request_id, None)
         if job_id is not None:
             self._jobs[job_id].closed = True
@@ -204,27 +206,24 @@ class OffloadingScheduler:
         return frozenset((*self._loading, *self._failed_at_once))
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs or self._failed_at_once)
+        return bool(self._jobs or self._failed_at_once or self._drained_at_once)
 
-    def workers_restarted(self) -> LoadEvents:
-        """The ranks' stores are gone: nothing is held any more, every job in flight ends now, late acks are ignored."""
+    def workers_restarted(self) -> None:
+        """The ranks' stores are gone: nothing is held any more, late acks are ignored. Loads in flight fail, and closed ones
+        are drained, at the next update. No pin is named for release: the device blocks are gone with the ranks."""
         jobs, self._jobs = self._jobs, {}
-        failed, self._failed_at_once = self._failed_at_once, {}
-        released: list[int] = []
-        drained: list[str] = []
         for job in jobs.values():
             if job.request_id is None:
-                released.extend(job.device_blocks)
-            elif job.closed:
-                drained.append(job.request_id)
+                continue
+            if job.closed:
+                self._drained_at_once.append(job.request_id)
             else:
-                failed[job.request_id] = "the workers restarted during the load"
+                self._failed_at_once[job.request_id] = "the workers restarted during the load"
                 self._loads_failed += 1
         self._entries.clear()
         self._loading.clear()
         self._planned_loads, self._planned_stores = [], []
         self._free_slots = list(range(self.capacity_pages - 1, -1, -1))
-        return LoadEvents(failed=failed, released_device_blocks=tuple(released), drained=tuple(drained))
 
     def check(self) -> None:
         """Each slot is free or owned by one entry; readers match load jobs; STORING entries match store jobs."""

@@ -355,7 +355,7 @@ class EngineCore:
 
     def _digest(self, request: Request, num_tokens: int) -> str:
         """Of the prompt's first tokens: prefill and decode must mean the same ones."""
-        return prompt_digest(self.layout.fingerprint(), ExtraKeys(cache_salt=request.cache_salt),
+        return prompt_digest(self.layout.row_fingerprint(), ExtraKeys(cache_salt=request.cache_salt),
                              request.token_ids[:num_tokens])
 
     def _end_leases(self) -> None:

@@ -103,6 +103,13 @@ class KVCacheLayout:
             layer_row_offset=tuple(offsets), layer_group=tuple(owner),
         )
 
+    def repaged(self, *, block_size: int, num_groups: int) -> KVCacheLayout:
+        """The same rows in other pages. Raises ConfigError as `build` does."""
+        fp8 = self.row.dtype == "uint8"
+        return KVCacheLayout.build(self.shape, block_size=block_size, dtype=self.row.dtype,
+                                   row_format=FP8_DS_MLA if fp8 else "auto", indexer_dtype=self.indexer_dtype,
+                                   num_groups=num_groups)
+
     # ---- groups
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -213,14 +220,26 @@ class KVCacheLayout:
 
     def fingerprint(self) -> str:
         """Hash of everything two sides must agree on before they exchange pages. Same in every process."""
+        return _hash(self._row_facts() | {
+            "block_size": self.block_size, "groups": [list(group.layers) for group in self.residents],
+            "block_bytes": self.block_bytes,
+        })
+
+    def row_fingerprint(self) -> str:
+        """Hash of what a token's rows are, however they are cut into pages. Same in every process."""
+        return _hash(self._row_facts())
+
+    def _row_facts(self) -> dict[str, object]:
         shape = self.shape
-        facts = {
-            "v": 1, "model_type": shape.model_type, "layers": shape.num_layers, "block_size": self.block_size,
+        return {
+            "v": 1, "model_type": shape.model_type, "layers": shape.num_layers,
             "row": [self.row.dtype, self.row.latent_dim, self.row.rope_dim],
             "indexer": [self.indexer_dtype, shape.index_head_dim, list(self.indexer.layers)],
-            "groups": [list(group.layers) for group in self.residents], "block_bytes": self.block_bytes,
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _hash(facts: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _indexer_row_bytes(shape: ModelShape, dtype: str) -> int:

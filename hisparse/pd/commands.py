@@ -6,19 +6,24 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hisparse.pd.endpoint import RankEndpoint
-from hisparse.pd.pages import PageTable
+from hisparse.pd.pages import Ids, PageTable
+from hisparse.pd.paging import Paging, Units, match_units
 from hisparse.types import Landing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
-    """One import for every rank: page i of `source` goes to page i of `destination`.
+    """One import for every rank: positions of `source` go to the same positions of `destination`, page to page where both
+    sides cut alike, else by `units`.
 
     Attributes:
         job_id: names the import in acknowledgements; never reused by an engine.
         peer_id: the prefill engine, without its incarnation: a new agent of the same peer replaces the old one.
         sources: by decode rank, the prefill rank it reads from.
+        source_paging: of the prefill engine. source_skip: rows of source page 0 before the first row of destination page 0.
         destination: own blocks; generations unused. HOST landing: a resident id other than 0 asks for a mirror there.
         tail_rows: rows of the last page that hold KV (1..block_size); the others are holes.
         deadline_s: relative; a rank that is not done by then fails the import.
@@ -29,9 +34,29 @@ class ImportPlan:
     sources: tuple[RankEndpoint, ...]
     landing: Landing
     source: PageTable
+    source_paging: Paging
     destination: PageTable
     tail_rows: int
     deadline_s: float
+    source_skip: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        """That the import brings. Args: block_size: of the destination."""
+        return (self.destination.num_pages - 1) * block_size + self.tail_rows
+
+    def num_source_pages(self, block_size: int) -> int:
+        """Length that `source` must have."""
+        return -(-(self.source_skip + self.num_tokens(block_size)) // self.source_paging.block_size)
+
+    def units(self, block_size: int) -> Units:
+        return match_units(num_tokens=self.num_tokens(block_size), source_skip=self.source_skip,
+                           source_block_size=self.source_paging.block_size, target_block_size=block_size)
+
+    def source_of(self, pages: Ids, block_size: int) -> Ids:
+        """Source pages (indices, ascending) that hold rows of the destination pages named (indices)."""
+        if self.source_paging.block_size == block_size:
+            return pages
+        return np.unique(self.units(block_size).on(pages).source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

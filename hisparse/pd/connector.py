@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hisparse.config import HiSparseConfig, kv_layout
-from hisparse.pd.scheduler import PDConnectorScheduler, PDStats
+from hisparse.pd.scheduler import PDConnectorScheduler
+from hisparse.pd.stats import PDStats
 from hisparse.pd.worker import PDConnectorWorker
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ def generation_runs(source: RankEndpoint, name: str, ids: Ids, expected: Generat
 
 
 def pages_read(plan: ImportPlan, pages: Ids) -> tuple[Ids, Generations, Ids, Generations]:
-    """What a rank that read every indexer page and the rows of `pages` (indices) must check.
+    """What a rank that read every indexer page and the rows of source pages `pages` (indices) must check.
 
     Returns: device page ids, their generations, host page ids, their generations.
     """
@@ -70,7 +70,8 @@ def pages_read(plan: ImportPlan, pages: Ids) -> tuple[Ids, Generations, Ids, Gen
 
 
 def plan_check(plan: ImportPlan, source: RankEndpoint, pages: Ids, max_bytes: int) -> list[list[GenerationRun]]:
-    """What a rank that read every indexer page and the rows of `pages` must read, in batches of at most `max_bytes`."""
+    """What a rank that read every indexer page and the rows of source pages `pages` (indices) must read, in batches of at
+    most `max_bytes`."""
     device, device_gens, host, host_gens = pages_read(plan, pages)
     runs = generation_runs(source, DEVICE_GENERATIONS, device, device_gens, max_bytes)
     runs += generation_runs(source, HOST_GENERATIONS, host, host_gens, max_bytes)

@@ -13,6 +13,7 @@ from hisparse.pd.protocol import Notice, encode_notice
 
 @dataclass(slots=True)
 class _Held:
+    incarnation: int
     endpoint: RankEndpoint
     lease_s: float
     renew_at_s: float
@@ -30,9 +31,10 @@ class HeldLeases:
         self._clock = clock
         self._held: dict[tuple[str, str], _Held] = {}
         self._by_request: dict[str, tuple[str, str]] = {}
-        self._releases: dict[tuple[str, str], OutgoingNotice] = {}
+        self._releases: dict[tuple[str, str], tuple[int, OutgoingNotice]] = {}
 
-    def add(self, request_id: str, peer_id: str, endpoint: RankEndpoint, lease_id: str, lease_s: float) -> None:
+    def add(self, request_id: str, peer_id: str, incarnation: int, endpoint: RankEndpoint, lease_id: str,
+            lease_s: float) -> None:
         """The request needs the lease; it is renewed every third of `lease_s`. A release not sent yet is withdrawn.
 
         Raises:
@@ -44,7 +46,8 @@ class HeldLeases:
         self._releases.pop(key, None)
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = _Held(endpoint=endpoint, lease_s=lease_s, renew_at_s=self._clock() + lease_s / 3)
+            held = self._held[key] = _Held(incarnation=incarnation, endpoint=endpoint, lease_s=lease_s,
+                                           renew_at_s=self._clock() + lease_s / 3)
         held.users.add(request_id)
         self._by_request[request_id] = key
 
@@ -57,21 +60,27 @@ class HeldLeases:
         held.users.discard(request_id)
         if not held.users:
             del self._held[key]
-            self._release(key, held.endpoint, reason)
+            self._release(key, held.incarnation, held.endpoint, reason)
 
-    def release_unheld(self, peer_id: str, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
+    def release_unheld(self, peer_id: str, incarnation: int, endpoint: RankEndpoint, lease_id: str, reason: str) -> None:
         """Releases a lease that no request took, unless another request uses it."""
         if (peer_id, lease_id) not in self._held:
-            self._release((peer_id, lease_id), endpoint, reason)
+            self._release((peer_id, lease_id), incarnation, endpoint, reason)
 
-    def take_notices(self) -> tuple[OutgoingNotice, ...]:
-        """Releases since the last call, and the heartbeats that are due."""
+    def take_notices(self, is_current: Callable[[str, int], bool]) -> tuple[OutgoingNotice, ...]:
+        """Releases since the last call, and the heartbeats that are due.
+
+        Args:
+            is_current: (peer, incarnation) -> that incarnation counts. Others hear nothing: their leases are gone with them.
+        """
         now = self._clock()
-        notices, self._releases = list(self._releases.values()), {}
+        releases, self._releases = self._releases, {}
+        notices = [notice for key, (incarnation, notice) in releases.items() if is_current(key[0], incarnation)]
         for key, held in self._held.items():
             if held.renew_at_s <= now:
                 held.renew_at_s = now + held.lease_s / 3
-                notices.append(_notice("renew", key, held.endpoint, ""))
+                if is_current(key[0], held.incarnation):
+                    notices.append(_notice("renew", key, held.endpoint, ""))
         return tuple(notices)
 
     def has_work(self) -> bool:
@@ -84,8 +93,8 @@ class HeldLeases:
         if users != self._by_request or any(not held.users for held in self._held.values()):
             raise InvariantError(f"leases in use {users} do not match requests {self._by_request}")
 
-    def _release(self, key: tuple[str, str], endpoint: RankEndpoint, reason: str) -> None:
-        self._releases[key] = _notice("release", key, endpoint, reason)
+    def _release(self, key: tuple[str, str], incarnation: int, endpoint: RankEndpoint, reason: str) -> None:
+        self._releases[key] = incarnation, _notice("release", key, endpoint, reason)
 
 
 def _notice(kind: str, key: tuple[str, str], endpoint: RankEndpoint, reason: str) -> OutgoingNotice:

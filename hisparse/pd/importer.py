@@ -26,6 +26,7 @@ from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_diffe
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.pages import Ids
 from hisparse.pd.peers import PeerTable
+from hisparse.pd.repaging import ReadPlanners, RepagingPlanner
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.pd.transport import Descriptors, PeerLost, Transport
@@ -73,7 +74,7 @@ class _Read:
 class _Import:
     plan: ImportPlan
     source: RankEndpoint
-    reads: ReadPlanner | None
+    reads: ReadPlanner | RepagingPlanner | None
     started_at_s: float
     deadline_s: float
     rows_of: Ids  # pages whose rows this rank reads
@@ -117,6 +118,7 @@ class Importer:
             transport.register(pool.address, pool.num_bytes)
         self.peers = PeerTable(transport, clock)
         self._scatter = Scatter(memory, slot_pages)
+        self._planners = ReadPlanners(self._layout, memory.regions)
         self._jobs: dict[int, _Import] = {}
         self._lost: dict[str, _Lost] = {}
         self._acks: list[ImportAck] = []
@@ -149,7 +151,7 @@ class Importer:
         for other in self._jobs.values():
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
-        job.reads = planner = ReadPlanner(self._layout, plan, source, self._memory.regions)
+        job.reads = planner = self._planners.make(plan, source)
         direct = [planner.indexer()]
         if not to_host or not self._writer:
             direct.append(planner.to_resident(rows_of))
@@ -300,7 +302,7 @@ class Importer:
     # ---- generations
     def _start_verify(self, job: _Import) -> None:
         job.phase = _Phase.VERIFY
-        batches = plan_check(job.plan, job.source, job.rows_of, GENERATION_BYTES)
+        batches = plan_check(job.plan, job.source, job.plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
         job.waiting.extend(_Read(runs=batch) for batch in batches)
 
     def _generation_reads(self, read: _Read) -> Descriptors:

@@ -116,8 +116,9 @@ class LocalMemory:
                                      f"{ids[bad[0]]} is outside {first}..{limit - 1}")
         if ((target.resident != 0).any(axis=0) != (target.resident != 0).all(axis=0)).any():
             raise InvariantError(f"import {plan.job_id}: a destination page is resident in some groups but not in all")
-        if plan.source.num_pages != target.num_pages:
-            raise InvariantError(f"import {plan.job_id}: {plan.source.num_pages} source pages for {target.num_pages}")
+        if plan.source.num_pages != plan.num_source_pages(self.layout.block_size):
+            raise InvariantError(f"import {plan.job_id}: {plan.source.num_pages} source pages of "
+                                 f"{plan.source_paging.block_size} tokens for {target.num_pages} of {self.layout.block_size}")
 
     @property
     def num_device_blocks(self) -> int:

@@ -1,6 +1,7 @@
 """The wire between prefill and decode: `kv_transfer_params` and notices, and the checks of what a peer sends.
 
-Everything is JSON and base64, no pickle; nothing behind the fingerprint is decoded before the fingerprint matches.
+Everything is JSON and base64, no pickle; nothing behind the fingerprint is decoded before the fingerprint matches: that of
+the peer's layout, rebuilt here from the block size and number of groups it names (`hisparse.pd.paging`).
 Page lists are packed little-endian arrays; generations are absolute uint64; durations are relative seconds.
 """
 
@@ -27,10 +28,12 @@ from hisparse.pd.endpoint import (
 )
 from hisparse.pd.fields import pack_array, read_hex64, read_int, read_mapping, read_text, unpack_array
 from hisparse.pd.pages import PageTable
+from hisparse.pd.paging import Fingerprint, Paging, PeerLayouts
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_NOTICE_BYTES = 4096
 MAX_LEASE_S = 86_400.0
+MAX_BLOCK_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,13 @@ class RemoteHeader:
     num_tokens: int
     prompt_digest: str
     """Of the prompt whose KV it is; see `hisparse.cache.prefix.prompt_digest`."""
+    paging: Paging
     endpoints: tuple[RankEndpoint, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteKV(RemoteHeader):
-    """Decoded and checked `kv_transfer_params`: KV of positions [0, num_tokens) held by a prefill engine."""
+    """Decoded and checked `kv_transfer_params`: KV of positions [0, num_tokens) held by a prefill engine, in its pages."""
 
     pages: PageTable
 
@@ -62,7 +66,8 @@ def encode_params(*, layout: KVCacheLayout, fingerprint: str, engine_id: str, in
                   table: PageTable) -> dict[str, Any]:
     """The dictionary that prefill answers with; only str, int, float, list and dict inside."""
     return {
-        "version": WIRE_VERSION, "block_size": layout.block_size, "fingerprint": fingerprint,
+        "version": WIRE_VERSION, "block_size": layout.block_size, "num_groups": layout.num_resident_groups,
+        "fingerprint": fingerprint,
         "engine_id": engine_id, "incarnation": f"{incarnation:016x}", "lease_id": lease_id, "lease_s": float(lease_s),
         "num_tokens": num_tokens, "prompt": prompt_digest, "tp": len(endpoints),
         "pages": {
@@ -78,40 +83,39 @@ def encode_params(*, layout: KVCacheLayout, fingerprint: str, engine_id: str, in
     }
 
 
-def decode_params(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> RemoteKV:
-    """Checks and decodes what a prefill engine answered. Pure.
+def decode_params(params: Any, *, layouts: PeerLayouts, fingerprint: Fingerprint) -> RemoteKV:
+    """Checks and decodes what a prefill engine answered.
 
     Args:
-        layout, fingerprint: of this (decode) side.
+        layouts: of peers of this (decode) side. fingerprint: of a layout, as the peer makes it.
     Raises:
         ProtocolError: version, block size, fingerprint, a length, an id, a generation or a region does not fit, or the
             page list is empty (that is a failed prefill, never "no prefix"). Says what was expected and what came.
     """
-    header = decode_header(params, layout=layout, fingerprint=fingerprint)
+    header = decode_header(params, layouts=layouts, fingerprint=fingerprint)
     if header.num_tokens == 0:
         raise ProtocolError("prefill answered with an empty page list; that is a failed prefill, not an absent prefix")
+    layout = layouts.of(header.paging)
     table = _decode_table(params, layout, layout.pages(header.num_tokens))
     _check_table(table, header.endpoints)
     return RemoteKV(engine_id=header.engine_id, incarnation=header.incarnation, lease_id=header.lease_id,
                     lease_s=header.lease_s, num_tokens=header.num_tokens, prompt_digest=header.prompt_digest,
-                    endpoints=header.endpoints, pages=table)
+                    paging=header.paging, endpoints=header.endpoints, pages=table)
 
 
-def decode_header(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> RemoteHeader:
+def decode_header(params: Any, *, layouts: PeerLayouts, fingerprint: Fingerprint) -> RemoteHeader:
     """Everything but the page lists, checked: enough to release the lease. Raises ProtocolError."""
     params = read_mapping(params, "kv_transfer_params")
     version = read_int(params, "version", 0, 1 << 31)
     if version != WIRE_VERSION:
         raise ProtocolError(f"prefill speaks wire version {version}, decode {WIRE_VERSION}; run one release on both")
-    block_size = read_int(params, "block_size", 1, 1 << 20)
-    if block_size != layout.block_size:
-        raise ProtocolError(
-            f"prefill uses pages of {block_size} tokens, decode {layout.block_size}; imports need equal page sizes: "
-            "set the same cache.block_size on both sides")
+    paging = Paging(read_int(params, "block_size", 1, MAX_BLOCK_SIZE), read_int(params, "num_groups", 1, MAX_BLOCK_SIZE))
     theirs = read_text(params, "fingerprint")
-    if theirs != fingerprint:
-        raise ProtocolError(f"layout fingerprint of prefill is {theirs}, ours is {fingerprint}; the sides run "
-                            "different models, row formats, page sizes or packings")
+    layout = layouts.of(paging)
+    if theirs != fingerprint(layout):
+        raise ProtocolError(f"layout fingerprint of prefill is {theirs}, for its pages of {paging.block_size} tokens in "
+                            f"{paging.num_groups} groups we have {fingerprint(layout)}; the sides run different models, row "
+                            "formats or releases")
     lease_s = params.get("lease_s")
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not 0 < lease_s <= MAX_LEASE_S:
         raise ProtocolError(f"lease_s must be a number of seconds in (0, {MAX_LEASE_S:.0f}], got {lease_s!r:.80}")
@@ -124,7 +128,7 @@ def decode_header(params: Any, *, layout: KVCacheLayout, fingerprint: str) -> Re
                             + (f"{len(ranks)}" if isinstance(ranks, list) else type(ranks).__name__))
     return RemoteHeader(
         engine_id=engine_id, incarnation=incarnation, lease_id=read_text(params, "lease_id"), lease_s=float(lease_s),
-        num_tokens=read_int(params, "num_tokens", 0, 1 << 40), prompt_digest=read_text(params, "prompt"),
+        num_tokens=read_int(params, "num_tokens", 0, 1 << 40), prompt_digest=read_text(params, "prompt"), paging=paging,
         endpoints=tuple(
             decode_endpoint(item, rank=rank, agent=agent_name(engine_id, incarnation, rank), layout=layout)
             for rank, item in enumerate(ranks)))

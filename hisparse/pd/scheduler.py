@@ -12,20 +12,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents, PageGenerations
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
-from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput, PeerTraffic
-from hisparse.pd.endpoint import RETIRED_S, RankEndpoint, check_regions
+from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
+from hisparse.pd.endpoint import RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
+from hisparse.pd.import_jobs import ImportJob, ImportJobs
+from hisparse.pd.incarnations import Incarnations
 from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
+from hisparse.pd.paging import Fingerprint, PeerLayouts, source_pages
 from hisparse.pd.planner import LandingPlanner
 from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
+from hisparse.pd.stats import PDStats
 from hisparse.pd.watch import TransferWatch
 from hisparse.types import ImportTarget, Landing, RequestPages
 
@@ -33,34 +37,6 @@ MAX_ENGINE_ID_CHARS = 200
 """Agent names add incarnation and rank, and are bounded on the wire."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PDStats:
-    """Counters since start, and gauges (leases_held, imports_in_flight)."""
-
-    leases_held: int = 0
-    leases_granted: int = 0
-    leases_released: int = 0
-    leases_expired: int = 0
-    early_releases: int = 0
-    imports_in_flight: int = 0
-    imports_ok: int = 0
-    imports_failed: Mapping[str, int] = field(default_factory=dict)
-    """By ImportFailure value; "refused" includes parameters that add_remote did not accept."""
-    landings: Mapping[str, int] = field(default_factory=dict)
-    import_bytes: int = 0
-    import_seconds: float = 0.0
-    late_acks_ignored: int = 0
-    bad_notices: int = 0
-    imports_overdue: int = 0
-    """Whose request was ended while a rank's transfer thread could not say that they are over."""
-    stuck: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> why its transfer thread does not go on."""
-    staging_slots: int = 0
-    staging_slots_free: int = 0
-    peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
-    """Prefill engine id -> what all ranks together read from it."""
 
 
 class _RemoteState(enum.Enum):
@@ -76,54 +52,38 @@ class _Remote:
     state: _RemoteState = _RemoteState.OFFERED
 
 
-@dataclass(slots=True)
-class _Job:
-    request_id: str
-    waiting: set[int]  # ranks that have not acknowledged
-    closed: bool = False
-    overdue: bool = False
-    failures: list[tuple[int, ImportFailure, str]] = field(default_factory=list)
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
 class PDConnectorScheduler:
     """Implements SchedulerConnector, RemotePrefill (decode) and RemoteDecode (prefill). Engine-loop thread only.
 
     Args:
         engine_id: unique among a deployment's engines, stable over restarts. incarnation: random, new at each start.
-        num_ranks: of this engine. fingerprint: what both sides must agree on; default the layout's own (pass one that
-            also covers the checkpoint where peers may run other weights of the same shape).
+        num_ranks: of this engine. fingerprint: of a layout, what both sides must agree on (pass one that also covers the
+            checkpoint where peers may run other weights of the same shape). same_pages: see PeerLayouts.
     """
 
     name = "pd"
 
     def __init__(self, layout: KVCacheLayout, config: PDConfig, *, engine_id: str, incarnation: int, num_ranks: int,
-                 fingerprint: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 fingerprint: Fingerprint = KVCacheLayout.fingerprint,
+                 clock: Callable[[], float] = time.monotonic, same_pages: bool = False) -> None:
         if not 0 < len(engine_id) <= MAX_ENGINE_ID_CHARS:
             raise ConfigError(f"engine_id must have 1..{MAX_ENGINE_ID_CHARS} characters, got {len(engine_id)}")
         self._layout, self._config, self._num_ranks = layout, config, num_ranks
         self.engine_id, self.incarnation = engine_id, incarnation
-        self._fingerprint = fingerprint if fingerprint is not None else layout.fingerprint()
+        self._fingerprint, self._layouts = fingerprint, PeerLayouts(layout, same_pages=same_pages)
         self._endpoints: tuple[RankEndpoint, ...] = ()
         self._leases = LeaseTable(clock)
         self._next_lease = 1
         self._planner = LandingPlanner()
         self._held = HeldLeases(clock)
         self._remotes: dict[str, _Remote] = {}
-        self._incarnations: dict[str, int] = {}  # peer -> the one we talk to
-        self._retired: dict[tuple[str, int], float] = {}  # (peer, incarnation) -> refused until
-        self._clock = clock
-        self._jobs: dict[int, _Job] = {}
-        self._importing: dict[str, int] = {}  # live request -> its job
-        self._next_job = 1
-        self._plans: list[ImportPlan] = []
-        self._cancels: list[int] = []
+        self._incarnations = Incarnations(clock)
+        self._jobs = ImportJobs()
         self._loaded: set[str] = set()  # known without any worker
         self._failed: dict[str, str] = {}
         self._drained: list[str] = []
         self._failures: Counter[str] = Counter()
-        self._ok = self._bytes = self._late_acks = self._bad_notices = 0
+        self._ok = self._bytes = self._bad_notices = 0
         self._watch = TransferWatch()
         self._seconds = 0.0
 
@@ -142,15 +102,17 @@ class PDConnectorScheduler:
         self._endpoints = tuple(endpoints)
 
     def workers_restarted(self, incarnation: int, endpoints: Sequence[RankEndpoint]) -> None:
-        """All ranks were replaced: leases end, imports in flight fail at the next update, late acks are ignored."""
+        """All ranks were replaced: leases end, imports that were not reported yet fail at the next update (also those of
+        nothing: the prefix they relied on is gone), late acks are ignored."""
         self.incarnation = incarnation
         self.set_endpoints(endpoints)
         self._leases.end_all()
-        jobs, self._jobs = self._jobs, {}
         self._watch.forget()
-        self._plans, self._cancels = [], []
-        for job in jobs.values():
-            job.failures.append((-1, ImportFailure.RESTARTED, "the workers restarted during the import"))
+        for request_id in self._loaded:
+            self._remotes[request_id].state = _RemoteState.FAILED
+            self._failed[request_id] = f"{ImportFailure.RESTARTED.value}: the workers restarted before the import was used"
+        self._loaded.clear()
+        for job in self._jobs.end_all(ImportFailure.RESTARTED, "the workers restarted during the import"):
             self._end_job(job, self._loaded, self._failed, self._drained)
 
     # ---- prefill role (RemoteDecode)
@@ -174,7 +136,8 @@ class PDConnectorScheduler:
         else:
             self._leases.open(lease_id, request_id, self._config.lease_s)
         return encode_params(
-            layout=self._layout, fingerprint=self._fingerprint, engine_id=self.engine_id, incarnation=self.incarnation,
+            layout=self._layout, fingerprint=self._fingerprint(self._layout), engine_id=self.engine_id,
+            incarnation=self.incarnation,
             lease_id=lease_id, lease_s=self._config.lease_s, num_tokens=0 if empty else pages.num_tokens,
             prompt_digest=prompt_digest,
             endpoints=self._endpoints, table=table_of(pages, generations))
@@ -206,8 +169,8 @@ class PDConnectorScheduler:
         if current is not None and current.state is _RemoteState.IMPORTING:
             raise InvariantError(f"request {request_id} is importing; a new prefill answer cannot replace that")
         try:
-            kv = decode_params(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
-            self._check_incarnation(kv.engine_id, kv.incarnation)
+            kv = decode_params(kv_transfer_params, layouts=self._layouts, fingerprint=self._fingerprint)
+            self._incarnations.check(kv.engine_id, kv.incarnation)
             if num_prompt_tokens is not None and kv.num_tokens > num_prompt_tokens:
                 raise ProtocolError(f"prefill holds {kv.num_tokens} tokens for a prompt of {num_prompt_tokens}")
             if digest_of is not None and kv.prompt_digest != digest_of(kv.num_tokens):
@@ -219,7 +182,7 @@ class PDConnectorScheduler:
             raise
         self.release_unused(request_id, "replaced by a newer prefill answer")
         self._remotes[request_id] = _Remote(kv=kv)
-        self._held.add(request_id, kv.engine_id, kv.endpoints[0], kv.lease_id, kv.lease_s)
+        self._held.add(request_id, kv.engine_id, kv.incarnation, kv.endpoints[0], kv.lease_id, kv.lease_s)
         return kv.num_tokens
 
     def reject_remote(self, kv_transfer_params: Any, reason: str) -> None:
@@ -228,12 +191,12 @@ class PDConnectorScheduler:
         Never raises for what the peer sent: where the lease or its owner cannot be read, it runs out by itself.
         """
         try:
-            header = decode_header(kv_transfer_params, layout=self._layout, fingerprint=self._fingerprint)
-            self._check_incarnation(header.engine_id, header.incarnation)
+            header = decode_header(kv_transfer_params, layouts=self._layouts, fingerprint=self._fingerprint)
+            self._incarnations.check(header.engine_id, header.incarnation)
         except ProtocolError:
             return
         if header.num_tokens:
-            self._held.release_unheld(header.engine_id, header.endpoints[0], header.lease_id, reason)
+            self._held.release_unheld(header.engine_id, header.incarnation, header.endpoints[0], header.lease_id, reason)
 
     def remote_tokens(self, request_id: str) -> int:
         """Tokens that can be imported for this request; 0 = none, given up, or failed."""
@@ -245,7 +208,8 @@ class PDConnectorScheduler:
         return self._planner.choose(request_id, fits_resident, fits_host)
 
     def start_import(self, request_id: str, target: ImportTarget) -> None:
-        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update.
+        """Plans the READs; travels in the next build_metadata. Nothing to read: loaded at the next update; the prefill engine
+        has restarted since it answered: failed at the next update.
 
         Raises:
             InvariantError: nothing is offered for the request, or the target does not fit what is offered.
@@ -265,23 +229,28 @@ class PDConnectorScheduler:
             self._loaded.add(request_id)
             self._held.drop(request_id, "nothing to read")
             return
-        job_id, self._next_job = self._next_job, self._next_job + 1
+        if not self._incarnations.is_current(kv.engine_id, kv.incarnation):
+            remote.state = _RemoteState.FAILED
+            self._failures[ImportFailure.RESTARTED.value] += 1
+            self._failed[request_id] = (f"{ImportFailure.RESTARTED.value}: prefill engine {kv.engine_id} has restarted since "
+                                        "it answered; its pages are gone")
+            self._held.drop(request_id, "the engine restarted")
+            return
         ranks = range(self._num_ranks)
-        self._plans.append(ImportPlan(
-            job_id=job_id, peer_id=kv.engine_id, landing=target.landing,
+        first, behind, skip = source_pages(first_token=pages.first_page * self._layout.block_size,
+                                           num_tokens=pages.num_tokens, block_size=kv.paging.block_size)
+        plan = ImportPlan(
+            job_id=self._jobs.next_id(), peer_id=kv.engine_id, landing=target.landing,
             sources=tuple(kv.endpoints[rank * len(kv.endpoints) // self._num_ranks] for rank in ranks),
-            source=kv.pages.slice(pages.first_page, last), destination=table_of(pages),
+            source=kv.pages.slice(first, behind), source_paging=kv.paging, source_skip=skip, destination=table_of(pages),
             tail_rows=pages.num_tokens - (last - 1) * self._layout.block_size,
-            deadline_s=self._config.transfer_deadline_s))
-        self._jobs[job_id] = _Job(request_id=request_id, waiting=set(ranks))
-        self._importing[request_id] = job_id
+            deadline_s=self._config.transfer_deadline_s)
+        self._jobs.start(request_id, plan, ranks)
         remote.state = _RemoteState.IMPORTING
 
     def release_unused(self, request_id: str, reason: str) -> None:
         """Nothing (more) will be read: prefill is told to release. An import under way is cancelled. Idempotent."""
-        job_id = self._importing.get(request_id)
-        if job_id is not None:
-            self._cancels.append(job_id)
+        if self._jobs.cancel(request_id):
             return
         self._remotes.pop(request_id, None)
         self._held.drop(request_id, reason)
@@ -289,9 +258,8 @@ class PDConnectorScheduler:
     # ---- SchedulerConnector
     def build_metadata(self, step: int) -> PDCommand | None:
         self._leases.expire()
-        notices: tuple[OutgoingNotice, ...] = self._held.take_notices()
-        plans, cancels = tuple(self._plans), tuple(self._cancels)
-        self._plans, self._cancels = [], []
+        notices: tuple[OutgoingNotice, ...] = self._held.take_notices(self._incarnations.is_current)
+        plans, cancels = self._jobs.take_orders()
         if not (plans or cancels or notices):
             return None
         return PDCommand(imports=plans, cancels=cancels, notices=notices)
@@ -304,27 +272,13 @@ class PDConnectorScheduler:
         overdue: dict[str, str] = {}
         for output in outputs:
             if output.incarnation != self.incarnation:
-                self._late_acks += len(output.acks)
+                self._jobs.late_acks += len(output.acks)
                 continue
             for payload in output.notices:
                 self._take_notice(payload)
             for ack in output.acks:
-                if not 0 < ack.job_id < self._next_job:
-                    raise InvariantError(f"rank {output.rank} acknowledged import {ack.job_id}, which was never planned")
-                job = self._jobs.get(ack.job_id)
-                if job is None or output.rank not in job.waiting:
-                    self._late_acks += 1
-                    continue
-                job.waiting.discard(output.rank)
-                job.num_bytes += ack.num_bytes
-                job.seconds = max(job.seconds, ack.seconds)
-                if ack.failure is not None:
-                    job.failures.append((output.rank, ack.failure, ack.reason))
-                    if len(job.failures) == 1 and job.waiting and not job.closed:
-                        self._cancels.append(ack.job_id)  # the other ranks need not finish
-                if not job.waiting:
-                    del self._jobs[ack.job_id]
-                    self._cancels = [job_id for job_id in self._cancels if job_id != ack.job_id]
+                job = self._jobs.take_ack(output.rank, ack)
+                if job is not None:
                     self._end_job(job, loaded, failed, drained)
             self._watch.hear(output)
             overdue |= self._overdue(output)
@@ -332,47 +286,36 @@ class PDConnectorScheduler:
         return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained), overdue=overdue)
 
     def request_closed(self, request_id: str) -> None:
-        """Import in flight: cancelled; LoadEvents.drained names the request when every rank drained."""
+        """Import in flight: cancelled; LoadEvents.drained names the request when every rank drained, at the next update
+        when its end was about to be reported."""
         self._planner.forget(request_id)
         self._remotes.pop(request_id, None)
-        self._loaded.discard(request_id)
-        self._failed.pop(request_id, None)
+        if request_id in self._loaded or request_id in self._failed:
+            self._loaded.discard(request_id)
+            self._failed.pop(request_id, None)
+            self._drained.append(request_id)
         self._held.drop(request_id, "the request was closed")
-        job_id = self._importing.pop(request_id, None)
-        if job_id is None:
-            return
-        planned = [plan for plan in self._plans if plan.job_id != job_id]
-        if len(planned) < len(self._plans):  # no worker has seen it
-            self._plans = planned
-            del self._jobs[job_id]
+        if self._jobs.close(request_id):
             self._drained.append(request_id)
             self._failures[ImportFailure.CANCELLED.value] += 1
-        else:
-            self._jobs[job_id].closed = True
-            self._cancels.append(job_id)
 
     def loading(self) -> frozenset[str]:
         """Live requests with an import planned, in flight or about to be reported."""
-        return frozenset((*self._importing, *self._loaded, *self._failed))
+        return frozenset((*self._jobs.requests(), *self._loaded, *self._failed))
 
     def has_pending_work(self) -> bool:
         """Imports, cancels or notices under way, or a lease held on either side (heartbeats and time-outs need steps)."""
-        return bool(self._jobs or self._cancels or self._loaded or self._failed or self._drained or len(self._leases)
-                    or self._leases.has_ended() or self._held.has_work())
+        return bool(len(self._jobs) or self._jobs.has_orders() or self._loaded or self._failed or self._drained
+                    or len(self._leases) or self._leases.has_ended() or self._held.has_work())
 
     def check(self) -> None:
         """Jobs, remotes and leases name each other."""
         self._leases.check()
         self._held.check()
-        for request_id, job_id in self._importing.items():
-            job, remote = self._jobs.get(job_id), self._remotes.get(request_id)
-            if job is None or job.request_id != request_id or job.closed:
-                raise InvariantError(f"request {request_id} imports in job {job_id}, which is not its job")
-            if remote is None or remote.state is not _RemoteState.IMPORTING:
-                raise InvariantError(f"request {request_id} imports in job {job_id} but its remote says otherwise")
-        for job_id, job in self._jobs.items():
-            if not job.waiting or (not job.closed and self._importing.get(job.request_id) != job_id):
-                raise InvariantError(f"import {job_id} of {job.request_id} is in flight for nobody")
+        self._jobs.check()
+        importing = {name for name, remote in self._remotes.items() if remote.state is _RemoteState.IMPORTING}
+        if importing != set(self._jobs.requests()):
+            raise InvariantError(f"requests {sorted(importing)} import, but {sorted(self._jobs.requests())} have jobs")
 
     def problem(self) -> str:
         """Why this engine should be replaced; "" = it is fine."""
@@ -385,28 +328,17 @@ class PDConnectorScheduler:
             leases_expired=leases.expired, early_releases=leases.early_releases, imports_in_flight=len(self._jobs),
             imports_ok=self._ok, imports_failed=dict(self._failures),
             landings={landing.value: count for landing, count in self._planner.counts.items()},
-            import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._late_acks,
+            import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._jobs.late_acks,
             bad_notices=self._bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
             peers=self._watch.peers(), staging_slots=slots, staging_slots_free=free)
 
     # ---- inside
-    def _check_incarnation(self, engine_id: str, incarnation: int) -> None:
-        if self._retired.get((engine_id, incarnation), 0.0) > self._clock():
-            raise ProtocolError(f"prefill engine {engine_id} has restarted since it gave this answer; its pages are gone")
-        current = self._incarnations.setdefault(engine_id, incarnation)
-        if current != incarnation:
-            now = self._clock()
-            self._retired = {name: until_s for name, until_s in self._retired.items() if until_s > now}
-            self._retired[engine_id, current] = now + RETIRED_S
-            self._incarnations[engine_id] = incarnation
-
     def _overdue(self, output: PDOutput) -> dict[str, str]:
         """Requests whose import a rank cannot end: it is told once, and drains when the rank's word comes after all."""
         overdue: dict[str, str] = {}
         for job_id, why in output.overdue.items():
-            job = self._jobs.get(job_id)
-            if job is not None and output.rank in job.waiting and not job.closed and not job.overdue:
-                job.overdue = True
+            job = self._jobs.take_overdue(output.rank, job_id)
+            if job is not None:
                 self._watch.overdue += 1
                 overdue[job.request_id] = f"rank {output.rank} could not end the import: {why}; its pages stay in quarantine"
         return overdue
@@ -423,26 +355,24 @@ class PDConnectorScheduler:
         else:
             self._leases.renew(notice.lease_id)
 
-    def _end_job(self, job: _Job, loaded: set[str], failed: dict[str, str], drained: list[str]) -> None:
+    def _end_job(self, job: ImportJob, loaded: set[str], failed: dict[str, str], drained: list[str]) -> None:
         """Every rank is done with the job (or gone)."""
         self._bytes += job.num_bytes
         self._seconds += job.seconds
-        first = next((f for f in job.failures if f[1] is not ImportFailure.CANCELLED), None) or \
-            next(iter(job.failures), None)
-        if first is not None:
-            self._failures[first[1].value] += 1
+        failure = job.failure
+        if failure is not None:
+            self._failures[failure[1].value] += 1
         if job.closed:
             drained.append(job.request_id)
             return
-        del self._importing[job.request_id]
         remote = self._remotes[job.request_id]
-        if first is None:
+        if failure is None:
             self._ok += 1
             remote.state = _RemoteState.DONE
             loaded.add(job.request_id)
             self._held.drop(job.request_id, "imported")
         else:
-            rank, kind, text = first
+            rank, kind, text = failure
             remote.state = _RemoteState.FAILED
             where = f"rank {rank}: " if rank >= 0 else ""
             failed[job.request_id] = f"{where}{kind.value}: {text}"

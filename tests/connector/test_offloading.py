@@ -123,6 +123,18 @@ def test_load_of_a_page_that_was_evicted_since_the_hit_fails_without_a_copy() ->
     assert list(events.failed) == ["r"] and scheduler.update([]).failed == {}
 
 
+def test_a_load_that_failed_at_once_and_was_closed_unheard_is_drained_once() -> None:
+    """Whoever saw it loading waits for its end."""
+    scheduler = OffloadingScheduler(4, num_ranks=2)
+    scheduler.plan_load("r", [key(1)], [9])
+    assert scheduler.loading() == {"r"}
+    scheduler.request_closed("r")
+    assert scheduler.loading() == frozenset() and scheduler.has_pending_work()
+    events = scheduler.update([])
+    assert events.drained == ("r",) and not events.failed
+    assert scheduler.update([]).drained == () and not scheduler.has_pending_work()
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["ack0", "ack1", "close"])))
 def test_b17_b18_abort_in_any_order_ends_the_load_once(order: tuple[str, ...]) -> None:
     scheduler = OffloadingScheduler(1, num_ranks=2)
@@ -171,8 +183,11 @@ def test_restarted_workers_hold_nothing() -> None:
     command = scheduler.build_metadata(2)
     assert command is not None
     scheduler.request_closed("gone")
-    events = scheduler.workers_restarted()
-    assert events.released_device_blocks == (11,) and list(events.failed) == ["live"] and events.drained == ("gone",)
+    scheduler.workers_restarted()
+    assert scheduler.loading() == {"live"} and scheduler.has_pending_work()
+    events = scheduler.update([])
+    assert list(events.failed) == ["live"] and events.drained == ("gone",)
+    assert events.released_device_blocks == (), "block 11 is gone with the ranks; it may be another store's by now"
     assert scheduler.hit([key(0)], 0) == 0 and not scheduler.has_pending_work()
     late = scheduler.update([ack(command.stores[0].job_id), *(ack(job.job_id) for job in command.loads)])
     assert late.released_device_blocks == () and not late.loaded and not late.drained

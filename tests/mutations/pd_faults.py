@@ -5,7 +5,9 @@ A fault is a function of a MonkeyPatch whose docstring names the broken rule.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +15,24 @@ import numpy as np
 
 import hisparse.pd.held
 import hisparse.pd.importer
+import hisparse.pd.scheduler
 from hisparse.pd.commands import ImportFailure, ImportPlan
 from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.descriptors import ReadPlanner
 from hisparse.pd.generations import GENERATION_BYTES, plan_check
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.importer import Importer
+from hisparse.pd.incarnations import Incarnations
 from hisparse.pd.leases import LeaseTable
+from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.protocol import Notice, encode_notice
+from hisparse.pd.repaging import RepagingPlanner
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
 from tests.mutations.faults import Fault, Patch, wrap
-from tests.pd.engines import Job
+from tests.pd.prefill import Job
 
 
 # ----------------------------------------------------------------------------------------------- generations
@@ -41,7 +47,7 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         original(self, plan)
         job = self._jobs[plan.job_id]
         if job.failure is None:
-            batches = plan_check(plan, job.source, job.rows_of, GENERATION_BYTES)
+            batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
             job.waiting.extendleft(hisparse.pd.importer._Read(runs=batch) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",
@@ -101,7 +107,7 @@ def the_first_rank_speaks_for_all(patch: Patch) -> None:
     """An import is loaded when every rank acknowledged it."""
     def start(original: Any, self: PDConnectorScheduler, *args: Any) -> None:
         original(self, *args)
-        for job in self._jobs.values():
+        for job in self._jobs._jobs.values():
             job.waiting &= {0}
     wrap(patch, PDConnectorScheduler, "start_import", start)
 
@@ -140,6 +146,73 @@ def mirrors_are_not_filled(patch: Patch) -> None:
     patch.setattr(Scatter, "_to_resident", lambda self, *args: None)
 
 
+# ---------------------------------------------------------------------------------------------- unequal pages
+def with_units(patch: Patch, change: Callable[[Units], Units]) -> None:
+    wrap(patch, ImportPlan, "units", lambda original, self, block_size: change(original(self, block_size)))
+
+
+def rows_of_source_pages_are_not_counted(patch: Patch) -> None:
+    """A row is read from its own place in a larger page of prefill."""
+    with_units(patch, lambda units: replace(units, source_row=np.zeros_like(units.source_row)))
+
+
+def rows_of_target_pages_are_not_counted(patch: Patch) -> None:
+    """A smaller page of prefill goes to its own place in the page of decode."""
+    with_units(patch, lambda units: replace(units, target_row=np.zeros_like(units.target_row)))
+
+
+def a_plan_begins_at_a_page_border_of_prefill(patch: Patch) -> None:
+    """An import that begins inside a page of prefill skips the rows before it."""
+    def pages(**args: int) -> tuple[int, int, int]:
+        return (*original(**args)[:2], 0)
+    original = source_pages
+    patch.setattr(hisparse.pd.scheduler, "source_pages", pages)
+
+
+def a_unit_filled_in_part_is_left_out(patch: Patch) -> None:
+    """The last unit of tokens is read, however few of its rows the prompt fills."""
+    with_units(patch, lambda units: units.where(np.arange(units.source.size) < max(1, units.source.size - 1)))
+
+
+def prefill_is_taken_to_pack_as_decode_does(patch: Patch) -> None:
+    """Layers are read where the peer's own layout has them."""
+    def make(original: Any, self: RepagingPlanner, layout: Any, plan: Any, source: Any, own: Any, far: Any) -> None:
+        original(self, layout, plan, source, own, far)
+        swapped = list(far.layer_row_offset)
+        swapped[0], swapped[1] = swapped[1], swapped[0]
+        self._far_layout = replace(far, layer_row_offset=tuple(swapped))
+    wrap(patch, RepagingPlanner, "__init__", make)
+
+
+def one_source_page_of_each_import_is_verified(patch: Patch) -> None:
+    """Every page of prefill that a page of decode was put together from is compared."""
+    wrap(patch, ImportPlan, "source_of", lambda original, self, pages, block_size: original(self, pages, block_size)[:1])
+
+
+# ---------------------------------------------------------------------------------------- ranks and shared pools
+def the_writer_of_the_pool_is_not_awaited(patch: Patch) -> None:
+    """Ranks that share a host pool use its pages when the rank that writes them said so."""
+    def start(original: Any, self: PDConnectorScheduler, *args: Any) -> None:
+        original(self, *args)
+        for job in self._jobs._jobs.values():
+            job.waiting = job.waiting - {0} or job.waiting
+    wrap(patch, PDConnectorScheduler, "start_import", start)
+
+
+def leases_outlive_the_ranks(patch: Patch) -> None:
+    """Leases end with the ranks that held the pages."""
+    patch.setattr(LeaseTable, "end_all", lambda self: None)
+
+
+def an_import_of_nothing_outlives_the_ranks(patch: Patch) -> None:
+    """A request whose prefix was here is not loaded any more when the ranks are replaced."""
+    def restarted(original: Any, self: PDConnectorScheduler, *args: Any) -> None:
+        loaded, self._loaded = self._loaded, set()
+        original(self, *args)
+        self._loaded = loaded
+    wrap(patch, PDConnectorScheduler, "workers_restarted", restarted)
+
+
 # ------------------------------------------------------------------------------------------------ quarantine
 def quarantine_is_skipped(patch: Patch) -> None:
     """Pages and slots of a failed import stay taken until its READs ended or the endpoint is closed."""
@@ -154,11 +227,12 @@ def quarantine_is_skipped(patch: Patch) -> None:
 def a_closed_request_frees_its_pages(patch: Patch) -> None:
     """A cancelled import is drained when every rank said so, not when the cancel was sent."""
     def close(original: Any, self: PDConnectorScheduler, request_id: str) -> None:
-        flying = request_id in self._importing
+        flying, jobs = request_id in self._jobs.requests(), self._jobs._jobs
         original(self, request_id)
         if flying and request_id not in self._drained:
             self._drained.append(request_id)
-            self._jobs = {job_id: job for job_id, job in self._jobs.items() if job.request_id != request_id}
+            for job_id in [job_id for job_id, job in jobs.items() if job.request_id == request_id]:
+                del jobs[job_id]
     wrap(patch, PDConnectorScheduler, "request_closed", close)
 
 
@@ -247,7 +321,18 @@ def a_restarted_peer_is_taken_for_the_old_one(patch: Patch) -> None:
 
 def a_replaced_incarnation_is_believed(patch: Patch) -> None:
     """Answers that a peer gave before its restart are refused."""
-    patch.setattr(PDConnectorScheduler, "_check_incarnation", lambda self, engine_id, incarnation: None)
+    patch.setattr(Incarnations, "check", lambda self, engine_id, incarnation: None)
+
+
+def the_dead_are_told_to_release(patch: Patch) -> None:
+    """Notices go to no incarnation but the last: they open its agent's connection."""
+    wrap(patch, HeldLeases, "take_notices", lambda original, self, is_current: original(self, lambda *peer: True))
+
+
+def an_answer_of_the_dead_is_imported(patch: Patch) -> None:
+    """Nothing is imported from an incarnation that was replaced since it answered."""
+    wrap(patch, Incarnations, "is_current", lambda original, self, engine_id, incarnation:
+         sys._getframe(2).f_code.co_name == "start_import" or original(self, engine_id, incarnation))
 
 
 def a_failed_request_is_not_reported(patch: Patch) -> None:
@@ -267,5 +352,5 @@ def one_peer_takes_every_slot(patch: Patch) -> None:
     wrap(patch, SlotPool, "acquire", acquire)
 
 
-PD_FAULTS: list[Fault] = [value for value in list(globals().values())
-                          if callable(value) and getattr(value, "__module__", "") == __name__]
+PD_FAULTS: list[Fault] = [value for value in list(globals().values()) if value is not with_units
+                          and callable(value) and getattr(value, "__module__", "") == __name__]

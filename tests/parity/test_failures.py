@@ -16,8 +16,8 @@ from hisparse.actors.engine_loop import EngineLoop
 from hisparse.connector.offloading_worker import OffloadingWorker
 from hisparse.engine.request import RequestState
 from hisparse.errors import RequestError
+from hisparse.pd import incarnations as pd_incarnations
 from hisparse.pd import peers as pd_peers
-from hisparse.pd import scheduler as pd_scheduler
 from hisparse.pd.loopback import DEFAULT_NETWORK
 from hisparse.types import FinishReason, Landing
 from tests.parity.cells import never_fits_resident
@@ -418,7 +418,7 @@ def test_an_answer_of_a_prefill_engine_that_restarted_since(pair: MakePair) -> N
 def test_a_stale_answer_does_not_ban_the_living_engine(pair: MakePair, monkeypatch: pytest.MonkeyPatch,
                                                        transport: str) -> None:
     """Incarnations have no order: an old one that is seen last looks newest. The living one is used again soon."""
-    monkeypatch.setattr(pd_scheduler, "RETIRED_S", 0.6)
+    monkeypatch.setattr(pd_incarnations, "RETIRED_S", 0.6)
     monkeypatch.setattr(pd_peers, "RETIRED_HERE_S", 0.3)
     rig = pair(transport=transport, lease_s=2.0)
     rig.put("first", prompt_of(70, 1), TOKENS)

@@ -14,6 +14,7 @@ from hisparse.pd.importer import CopyEvent, Importer, copy_now
 from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork, LoopbackTransport
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.pages import PageTable, table_of
+from hisparse.pd.paging import Paging, source_pages
 from hisparse.types import Landing, PageGenerations, RequestPages
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.host_pool import HostPool
@@ -42,13 +43,15 @@ class FakeClock:
 
 
 class RankMemory:
-    """DeviceCache and HostPool of one rank; every byte random, every generation a random uint64."""
+    """DeviceCache and HostPool of one rank; every byte random, every generation a random uint64. Args: pool: a shared one."""
 
-    def __init__(self, seed: int, *, device_blocks: int = 64, host_blocks: int = 32) -> None:
+    def __init__(self, seed: int, *, device_blocks: int = 64, host_blocks: int = 32, layout: KVCacheLayout = LAYOUT,
+                 pool: HostPool | None = None) -> None:
         rng = np.random.default_rng(seed)
-        self.cache = DeviceCache(LAYOUT, device_blocks)
-        self.pool = HostPool.private(LAYOUT, host_blocks)
-        self.memory = LocalMemory(LAYOUT, self.cache, self.pool)
+        self.layout = layout
+        self.cache = DeviceCache(layout, device_blocks)
+        self.pool = pool or HostPool.private(layout, host_blocks)
+        self.memory = LocalMemory(layout, self.cache, self.pool)
         assert self.memory.host is not None
         self.memory.device[:] = rng.integers(0, 256, self.memory.device.shape, dtype=np.uint8)
         self.memory.host[:] = rng.integers(0, 256, self.memory.host.shape, dtype=np.uint8)
@@ -57,16 +60,16 @@ class RankMemory:
 
     # oracle: the bytes of one logical page of one layer, by tier
     def resident_row(self, layer: int, blocks: Sequence[int]) -> np.ndarray:
-        start = LAYOUT.layer_byte_offset(layer)
-        block = int(blocks[LAYOUT.layer_group[layer]])
-        return self.memory.device[block, start : start + LAYOUT.layer_page_bytes].copy()
+        start = self.layout.layer_byte_offset(layer)
+        block = int(blocks[self.layout.layer_group[layer]])
+        return self.memory.device[block, start : start + self.layout.layer_page_bytes].copy()
 
     def host_row(self, layer: int, block: int) -> np.ndarray:
         assert self.memory.host is not None
         return self.memory.host[layer, int(block)].copy()
 
     def indexer_row(self, block: int) -> np.ndarray:
-        return self.memory.device[int(block), : LAYOUT.indexer_page_bytes].copy()
+        return self.memory.device[int(block), : self.layout.indexer_page_bytes].copy()
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.memory.host is not None
@@ -82,7 +85,7 @@ class RankMemory:
 
 
 def pick_pages(seed: int, num_pages: int, num_tokens: int, *, first_page: int = 0, resident: Sequence[bool],
-               host: Sequence[bool], device_blocks: int = 64, host_blocks: int = 32) -> RequestPages:
+               host: Sequence[bool], device_blocks: int = 64, host_blocks: int = 32, groups: int = GROUPS) -> RequestPages:
     """Distinct random block ids; `resident[i]`/`host[i]`: which tiers hold page i."""
     rng = np.random.default_rng(seed)
     ids = iter((rng.permutation(device_blocks - 1) + 1).tolist())
@@ -90,7 +93,7 @@ def pick_pages(seed: int, num_pages: int, num_tokens: int, *, first_page: int = 
     return RequestPages(
         first_page=first_page, num_tokens=num_tokens,
         indexer_blocks=tuple(next(ids) for _ in range(num_pages)),
-        resident_blocks=tuple(tuple(next(ids) if resident[i] else 0 for i in range(num_pages)) for _ in range(GROUPS)),
+        resident_blocks=tuple(tuple(next(ids) if resident[i] else 0 for i in range(num_pages)) for _ in range(groups)),
         host_blocks=tuple(next(hosts) if host[i] else 0 for i in range(num_pages)))
 
 
@@ -110,6 +113,7 @@ class Side:
     direct: bool = False
     drain_s: float = 1.0
     copy_engine: object = copy_now
+    layout: KVCacheLayout = LAYOUT
     ranks: list[RankMemory] = field(default_factory=list)
     transports: list[LoopbackTransport] = field(default_factory=list)
     importers: list[Importer] = field(default_factory=list)
@@ -117,7 +121,7 @@ class Side:
 
     def __post_init__(self) -> None:
         for rank in range(self.num_ranks):
-            memory = RankMemory(self.seed if rank == 0 else self.seed + 100 * rank)
+            memory = RankMemory(self.seed if rank == 0 else self.seed + 100 * rank, layout=self.layout)
             agent = agent_name(self.name, self.incarnation, rank)
             transport = LoopbackTransport(agent, network=self.network, faults=self.faults)
             for address, num_bytes in memory.memory.slabs:
@@ -141,12 +145,19 @@ class Side:
 
 
 def make_plan(prefill: Side, source: RequestPages, destination: RequestPages, landing: Landing, *, job_id: int = 1,
-              num_ranks: int = 1, tail_rows: int = 4, deadline_s: float = 10.0) -> ImportPlan:
+              num_ranks: int = 1, tail_rows: int = 4, deadline_s: float = 10.0, block_size: int = 4) -> ImportPlan:
+    """Args: block_size: of the destination. The last page has `tail_rows` rows."""
     table: PageTable = table_of(source, prefill.ranks[0].generations_of(source))
+    paging, first_token = Paging(prefill.layout.block_size, prefill.layout.num_resident_groups), \
+        destination.first_page * block_size
+    first, behind, skip = source_pages(
+        first_token=first_token, num_tokens=first_token + (destination.num_pages - 1) * block_size + tail_rows,
+        block_size=paging.block_size)
     return ImportPlan(
         job_id=job_id, peer_id=prefill.name,
         sources=tuple(prefill.endpoints[rank * len(prefill.endpoints) // num_ranks] for rank in range(num_ranks)),
-        landing=landing, source=table, destination=table_of(destination), tail_rows=tail_rows, deadline_s=deadline_s)
+        landing=landing, source=table.slice(first, behind) if first or paging.block_size != block_size else table,
+        source_paging=paging, source_skip=skip, destination=table_of(destination), tail_rows=tail_rows, deadline_s=deadline_s)
 
 
 def run_to_end(importer: Importer, *, limit: int = 10_000) -> list[ImportAck]:

@@ -5,8 +5,12 @@ A schedule makes random moves on a `World`, then the faults stop and the world m
 
 from __future__ import annotations
 
+import itertools
+
 from hisparse.pd.endpoint import RETIRED_S
-from tests.pd.world import FAULTS, LIVE, MAX_LIVE, State, World
+from tests.pd.disasters import MAX_LIVE
+from tests.pd.requests import LIVE, State
+from tests.pd.world import FAULTS, World
 
 SETTLE_ROUNDS, ROUND_S = 300, 0.25
 TICKS_S, CALM_TICKS_S = (0.02, 0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 4.0), (0.02, 0.3, 0.8)
@@ -74,10 +78,13 @@ def one_round(world: World) -> None:
 
 
 def probe(world: World) -> None:
-    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt."""
-    world.tick(RETIRED_S + 1)
+    """The survivors are usable: each prefill engine that lives serves a new request at the first attempt; at once, unless the
+    last answer that decode saw was one of an earlier incarnation (incarnations have no order)."""
     for prefill in world.prefills:
         if prefill.alive:
+            if world.decode.pd._incarnations._current.get(prefill.name, prefill.incarnation) != prefill.incarnation:
+                world.met["stale answer seen last"] += 1
+                world.tick(RETIRED_S + 1)
             request = world.arrive(prefill)
             for _ in range(20):
                 one_round(world)
@@ -86,55 +93,60 @@ def probe(world: World) -> None:
 
 
 MOVES: dict[str, tuple[float, float]] = {
-    "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 5), "admit": (8, 8), "step": (8, 8),
-    "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (4, 4), "finish": (3, 3),
-    "close": (1, 1.5), "tick": (5, 5), "kill": (0, 0.1), "restart": (0, 0.5), "lose_lease": (0, 5),
-    "restart_decode": (0, 0.1), "restart_ranks": (0, 0.2), "lose_answer": (0, 0.2), "late_twin": (0, 1.5),
+    "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 6), "admit": (8, 8), "step": (8, 8),
+    "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (2, 2), "finish": (3, 3),
+    "close": (0.5, 0.7), "tick": (3, 2.5), "kill": (0, 0.05), "restart": (0, 0.25), "lose_lease": (0, 5),
+    "restart_prefill_ranks": (0, 0.2), "restart_decode": (0, 0.05), "restart_ranks": (0, 0.25), "lose_answer": (0, 0.1),
+    "late_twin": (0, 0.7),
 }
-"""Weights in a calm schedule and in others."""
+"""Weights in a calm schedule and in others, of moves that are possible."""
 
 
-def move(world: World, name: str) -> None:
-    """One move with random arguments; a move that is impossible now does nothing."""
+def move(world: World, name: str) -> bool:
+    """One move with random arguments. False = it was not possible now, and nothing happened."""
     rng, decode = world.rng, world.decode
     prefill, rank = rng.choice(world.prefills), rng.randrange(decode.num_ranks)
-    if name in ("begin", "write", "answer") and not prefill.alive:
-        return
     if name == "arrive":
-        if len(world.of(*LIVE)) < MAX_LIVE:
+        possible = len(world.of(*LIVE)) < MAX_LIVE
+        if possible:
             world.arrive()
-    elif name == "begin":
-        prefill.begin()
-    elif name == "write":
-        prefill.write(rng.choice((4, 40, 400)))
-    elif name in ("answer", "listen", "kill", "restart", "lose_lease"):
-        getattr(world, name)(prefill)
-    elif name in ("obey", "pump", "copy"):
-        getattr(decode, name)(rank)
-    elif name == "move":
-        decode.transports[rank].move(rng.choice((3, 10, 100, 1000)))
-    elif name == "hear":
-        world.hear(rng.choice((1, 3, 100)))
-    elif name in ("finish", "close"):
+        return possible
+    if name in ("begin", "write"):
+        return prefill.alive and (prefill.begin() if name == "begin" else prefill.write(rng.choice((4, 40, 400))))
+    if name == "answer":
+        return prefill.alive and world.answer(prefill)
+    if name in ("listen", "kill", "restart", "restart_prefill_ranks", "lose_lease"):
+        return getattr(world, name)(prefill) is not False
+    if name in ("obey", "pump", "copy"):
+        return bool(getattr(decode, name)(rank))
+    if name == "move":
+        return decode.transports[rank].move(rng.choice((3, 10, 100, 1000)))
+    if name == "hear":
+        return world.hear(rng.choice((1, 3, 100)))
+    if name in ("finish", "close"):
         requests = world.of(State.LOADED) if name == "finish" else world.of(*LIVE)
         if requests:
             getattr(world, name)(rng.choice(requests))
-    elif name == "tick":
+        return bool(requests)
+    if name == "tick":
         world.tick(rng.choice(CALM_TICKS_S if world.calm else TICKS_S))
     elif name == "lose_answer":
-        if world.answers:
-            world.answers.pop()
+        if not world.answers:
+            return False
+        world.answers.pop()
     else:
-        getattr(world, name)()
+        return getattr(world, name)() is not False
+    return True
 
 
-def live(seed: int, *, steps: int = 400) -> World:
-    """One schedule, to its end."""
+def live(seed: int, *, steps: int = 300) -> World:
+    """One schedule of `steps` moves, to its end."""
     world = World(seed)
     kind = 0 if world.calm else 1
-    names, weights = list(MOVES), [weight[kind] for weight in MOVES.values()]
-    for number, name in enumerate(world.rng.choices(names, weights, k=steps)):
-        move(world, name)
+    names, weights = list(MOVES), list(itertools.accumulate(weight[kind] for weight in MOVES.values()))
+    for number in range(steps):
+        while not move(world, world.rng.choices(names, cum_weights=weights)[0]):
+            pass
         if number % 16 == 0:
             world.check()
     settle(world)

@@ -87,9 +87,9 @@ def test_one_request_has_one_lease() -> None:
         table.open("a", "r2", 3.0)
 
 
-def notices(held: HeldLeases) -> list[tuple[str, str]]:
+def notices(held: HeldLeases, current: int = 5) -> list[tuple[str, str]]:
     out = []
-    for notice in held.take_notices():
+    for notice in held.take_notices(lambda peer, incarnation: (peer, incarnation) == ("p", current)):
         assert notice.endpoint.rank == 0
         message = decode_notice(notice.payload)
         out.append((message.kind, message.lease_id))
@@ -100,7 +100,7 @@ def test_heartbeats_every_third_of_the_lease_while_somebody_uses_it() -> None:
     clock = FakeClock()
     held = HeldLeases(clock)
     endpoint = Side("p", LoopbackNetwork()).endpoints[0]
-    held.add("d-93", "p", endpoint, "p-17", 30.0)
+    held.add("d-93", "p", 5, endpoint, "p-17", 30.0)
     assert notices(held) == []
     beats = 0
     for _ in range(60):
@@ -119,9 +119,9 @@ def test_b30_lease_shared_by_siblings_is_released_with_the_last() -> None:
     held = HeldLeases(FakeClock())
     endpoint = Side("p", LoopbackNetwork()).endpoints[0]
     for i in range(3):
-        held.add(f"d-{i}", "p", endpoint, "p-17", 30.0)
+        held.add(f"d-{i}", "p", 5, endpoint, "p-17", 30.0)
     held.drop("d-1", "x")
-    held.release_unheld("p", endpoint, "p-17", "a sibling was refused")
+    held.release_unheld("p", 5, endpoint, "p-17", "a sibling was refused")
     held.drop("d-0", "x")
     assert notices(held) == []
     held.drop("d-2", "x")
@@ -132,12 +132,28 @@ def test_b30_lease_shared_by_siblings_is_released_with_the_last() -> None:
 def test_b30_sibling_that_comes_before_the_release_was_sent_keeps_the_lease() -> None:
     held = HeldLeases(FakeClock())
     endpoint = Side("p", LoopbackNetwork()).endpoints[0]
-    held.add("d-0", "p", endpoint, "p-17", 30.0)
+    held.add("d-0", "p", 5, endpoint, "p-17", 30.0)
     held.drop("d-0", "imported")
-    held.release_unheld("p", endpoint, "p-18", "refused")
-    held.add("d-1", "p", endpoint, "p-17", 30.0)
+    held.release_unheld("p", 5, endpoint, "p-18", "refused")
+    held.add("d-1", "p", 5, endpoint, "p-17", 30.0)
     assert notices(held) == [("release", "p-18")], "the sibling needs p-17"
     held.drop("d-1", "imported")
     held.drop("d-1", "again")
     assert notices(held) == [("release", "p-17")]
     held.check()
+
+
+def test_an_incarnation_that_is_gone_hears_nothing() -> None:
+    """A notice opens its agent's connection, which would end that of the living incarnation."""
+    clock = FakeClock()
+    held = HeldLeases(clock)
+    endpoint = Side("p", LoopbackNetwork()).endpoints[0]
+    held.add("d-0", "p", 5, endpoint, "p-17", 30.0)
+    held.add("d-1", "p", 6, endpoint, "p-18", 30.0)
+    clock.advance(11.0)
+    assert notices(held, current=6) == [("renew", "p-18")]
+    held.drop("d-0", "imported")
+    held.drop("d-1", "imported")
+    held.release_unheld("p", 5, endpoint, "p-19", "refused")
+    assert notices(held, current=6) == [("release", "p-18")]
+    assert not held.has_work()

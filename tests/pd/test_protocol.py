@@ -18,10 +18,12 @@ from hisparse.layout import KVCacheLayout
 from hisparse.pd.endpoint import HOST, INDEXER, RankEndpoint, Region, agent_name, check_regions, local_regions
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.pages import table_of
+from hisparse.pd.paging import PeerLayouts
 from hisparse.pd.protocol import Notice, decode_notice, decode_params, encode_notice, encode_params
 from tests.pd.rig import LAYOUT, SHAPE, Side, pick_pages
 
 PAGES = 5
+LAYOUTS = PeerLayouts(LAYOUT)
 
 
 def answer() -> dict[str, Any]:
@@ -34,7 +36,7 @@ def answer() -> dict[str, Any]:
 
 
 def decode(params: Any) -> Any:
-    return decode_params(params, layout=LAYOUT, fingerprint=LAYOUT.fingerprint())
+    return decode_params(params, layouts=LAYOUTS, fingerprint=KVCacheLayout.fingerprint)
 
 
 def test_round_trip_through_json() -> None:
@@ -76,9 +78,18 @@ def region(params: dict[str, Any], name: str, rank: int = 1) -> dict[str, Any]:
 Change = Callable[[dict[str, Any]], Any]
 HOSTILE: list[tuple[str, Change, str]] = [
     ("no version", lambda p: p.pop("version"), "version"),
-    ("future version", lambda p: p.update(version=2), "wire version 2"),
+    ("future version", lambda p: p.update(version=3), "wire version 3"),
+    ("past version", lambda p: p.update(version=1), "wire version 1"),
     ("version is a bool", lambda p: p.update(version=True), "version"),
-    ("other page size", lambda p: p.update(block_size=8), "pages of 8 tokens"),
+    ("other page size than it was", lambda p: p.update(block_size=8), "for its pages of 8 tokens in 2 groups we have"),
+    ("page size that does not divide", lambda p: p.update(block_size=6), "pages of 6 tokens, decode 4; one must be a multiple"),
+    ("page size that no engine can have", lambda p: p.update(block_size=128), "power of two in 4..64"),
+    ("page size of 0", lambda p: p.update(block_size=0), "block_size"),
+    ("absurd page size", lambda p: p.update(block_size=1 << 40), "block_size"),
+    ("page size as text", lambda p: p.update(block_size="4"), "block_size"),
+    ("other number of groups than it was", lambda p: p.update(num_groups=3), "pages of 4 tokens in 3 groups we have"),
+    ("number of groups that no engine can have", lambda p: p.update(num_groups=77), "77 groups are impossible"),
+    ("no number of groups", lambda p: p.pop("num_groups"), "num_groups"),
     ("other fingerprint", lambda p: p.update(fingerprint="0" * 32), "fingerprint"),
     ("fingerprint is a list", lambda p: p.update(fingerprint=["x"]), "fingerprint"),
     ("no prompt digest", lambda p: p.pop("prompt"), "prompt"),
@@ -140,7 +151,7 @@ def test_hostile_answer_is_refused_with_what_is_wrong(name: str, change: Change,
 
 def test_nothing_behind_a_foreign_fingerprint_is_decoded() -> None:
     """With another fingerprint every other fault is irrelevant: the message is about the fingerprint."""
-    bad = {"version": 1, "block_size": 4, "fingerprint": "f" * 32, "ranks": object(), "pages": object()}
+    bad = {"version": 2, "block_size": 4, "num_groups": 2, "fingerprint": "f" * 32, "ranks": object(), "pages": object()}
     with pytest.raises(ProtocolError, match="fingerprint"):
         decode(bad)
     for junk in (None, [], "x", 5, {}):
@@ -204,7 +215,7 @@ def test_notices_round_trip_and_junk_is_refused() -> None:
     assert decode_notice(encode_notice(notice)) == notice
     long = decode_notice(encode_notice(Notice(kind="renew", lease_id="x", reason="r" * 9999)))
     assert len(long.reason) == 200
-    for junk in (b"", b"\xff\xfe", b"[]", b'{"v":1}', b'{"v":1,"kind":"release"}', b'{"v":2,"kind":"release","lease":"x"}',
-                 b'{"v":1,"kind":"drop","lease":"x"}', b'{"v":1,"kind":"renew","lease":7}', b"[" * 4000, b"x" * 5000):
+    for junk in (b"", b"\xff\xfe", b"[]", b'{"v":2}', b'{"v":2,"kind":"release"}', b'{"v":3,"kind":"release","lease":"x"}',
+                 b'{"v":2,"kind":"drop","lease":"x"}', b'{"v":2,"kind":"renew","lease":7}', b"[" * 4000, b"x" * 5000):
         with pytest.raises(ProtocolError):
             decode_notice(junk)

@@ -11,6 +11,7 @@ import pytest
 
 from hisparse.config import PDConfig
 from hisparse.errors import ConfigError, InvariantError, ProtocolError
+from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportAck, ImportFailure, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.loopback import LoopbackNetwork
@@ -30,11 +31,12 @@ class Engine:
 
     def __init__(self, name: str, *, num_ranks: int = 1, incarnation: int = INC, clock: FakeClock | None = None,
                  fingerprint: str | None = None, **config: Any) -> None:
+        mark = (lambda _: fingerprint) if fingerprint else KVCacheLayout.fingerprint
         self.clock = clock or FakeClock()
         self.side = Side(name, LoopbackNetwork(), num_ranks=num_ranks, incarnation=incarnation)
         self.num_ranks, self.incarnation, self.steps = num_ranks, incarnation, 0
         self.pd = PDConnectorScheduler(LAYOUT, PDConfig(**config), engine_id=name, incarnation=incarnation,
-                                       num_ranks=num_ranks, clock=self.clock, fingerprint=fingerprint)
+                                       num_ranks=num_ranks, clock=self.clock, fingerprint=mark)
         self.pd.set_endpoints(self.side.endpoints)
 
     def grant(self, request_id: str) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def test_b30_client_gone_before_the_grant_frees_the_pages_at_once() -> None:
 def test_junk_notices_are_counted_and_change_nothing() -> None:
     prefill = Engine("p")
     prefill.grant("p-1")
-    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":1,"kind":"release","lease":"other"}'))])
+    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":2,"kind":"release","lease":"other"}'))])
     assert prefill.pd.take_expired() == () and prefill.pd.stats().bad_notices == 1
 
 
@@ -347,6 +349,57 @@ def test_restarted_workers_end_leases_and_imports() -> None:
     prefill.grant("p-held")
     prefill.pd.workers_restarted(INC + 1, prefill.side.endpoints)
     assert "p-held" in prefill.pd.take_expired()
+
+
+def test_workers_hear_of_no_incarnation_but_the_last() -> None:
+    """An answer that was taken before prefill's restart was seen: no import, no heartbeat, no release for it. Each would end
+    the living incarnation's connection, and its agent would be refused for a while."""
+    old, decode = Engine("p"), Engine("d")
+    new = Engine("p", incarnation=INC + 1)
+    decode.pd.add_remote("d-1", old.grant("p-1"))
+    decode.pd.add_remote("d-2", new.grant("p-2"))
+    decode.pd.start_import("d-1", target())
+    assert decode.pd.loading() == {"d-1"}
+    assert decode.pd.update([]).failed == {"d-1": "restarted: prefill engine p has restarted since it answered; its pages "
+                                                  "are gone"}
+    decode.clock.advance(11.0)
+    command = decode.build()
+    assert not command.imports and [kind for kind, _ in sent(command)] == ["renew"]
+    assert command.notices[0].endpoint.agent.startswith(f"p/{INC + 1:016x}")
+    assert decode.pd.remote_tokens("d-1") == 0 and decode.pd.stats().imports_failed == {"restarted": 1}
+
+
+def nothing() -> ImportTarget:
+    pages = RequestPages(first_page=PAGES, num_tokens=TOKENS, indexer_blocks=(), resident_blocks=((),) * GROUPS, host_blocks=())
+    return ImportTarget(landing=Landing.RESIDENT, pages=pages)
+
+
+def test_an_import_of_nothing_fails_with_the_ranks_that_hold_the_prefix() -> None:
+    prefill, decode = Engine("p"), Engine("d")
+    params = prefill.grant("p-1")
+    decode.pd.add_remote("d-1", params)
+    decode.pd.start_import("d-1", nothing())
+    decode.pd.workers_restarted(INC + 1, decode.side.endpoints)
+    events = decode.pd.update([])
+    assert not events.loaded and events.failed["d-1"].startswith("restarted")
+    assert decode.pd.remote_tokens("d-1") == 0
+    assert sent(decode.build()) == [("release", params["lease_id"])]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_request_closed_before_its_end_was_reported_is_drained_once(restart: bool) -> None:
+    """Whoever saw it loading waits for its end."""
+    prefill, decode = Engine("p"), Engine("d")
+    decode.pd.add_remote("d-1", prefill.grant("p-1"))
+    decode.pd.start_import("d-1", target() if restart else nothing())
+    if restart:
+        decode.pd.workers_restarted(INC + 1, decode.side.endpoints)
+    assert decode.pd.loading() == {"d-1"}
+    decode.pd.request_closed("d-1")
+    assert decode.pd.loading() == frozenset() and decode.pd.has_pending_work()
+    events = decode.pd.update([])
+    assert events.drained == ("d-1",) and not events.loaded and not events.failed
+    assert decode.pd.update([]).drained == ()
 
 
 def test_answer_for_a_longer_prompt_is_refused_and_released() -> None:

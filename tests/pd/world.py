@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import random
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +12,16 @@ from hisparse.errors import ProtocolError
 from hisparse.pd.endpoint import RETIRED_S
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.protocol import decode_notice
-from hisparse.types import ImportTarget, Landing, RequestPages
-from tests.pd.engines import Decode, Prefill
-from tests.pd.pools import Content
+from hisparse.types import ImportTarget, RequestPages
+from tests.pd.decode import Decode
+from tests.pd.disasters import MAX_LIVE, Disasters
+from tests.pd.pools import LAYOUTS, MAX_TOKENS, Content
+from tests.pd.prefill import Prefill
+from tests.pd.requests import LIVE, Request, State
+from tests.pd.rig import LAYOUT
 from tests.pd.torn import Levers
 
-MAX_ATTEMPTS, MAX_LIVE = 3, 8
+MAX_ATTEMPTS = 3
 ASK_TIMEOUT_S = 8.0
 """A decode engine waits this long for a prefill answer."""
 
@@ -27,60 +29,30 @@ FAULTS = {"hang": 0.15, "fail": 0.1, "refuse": 0.05, "stuck": 0.5, "drop": 0.3, 
 """Probabilities of Levers; each is on in half of the schedules that are not calm."""
 
 
-class State(enum.Enum):
-    """Of a request on the decode side. The last four are ends."""
-
-    ASKED = "asked"
-    OFFERED = "offered"
-    IMPORTING = "importing"
-    LOADED = "loaded"
-    DONE = "done"
-    RECOMPUTED = "recomputed"
-    ERROR = "error"
-    CLOSED = "closed"
-
-
-LIVE = (State.ASKED, State.OFFERED, State.IMPORTING, State.LOADED)
-
-
-@dataclass
-class Request:
-    """One client request. `lease_id`: of the answer it uses."""
-
-    request_id: str
-    content: Content
-    prefill: Prefill
-    state: State = State.ASKED
-    attempts: int = 0
-    prefill_id: str = ""
-    asked_at_s: float = 0.0
-    lease_id: str = ""
-    landing: Landing | None = None
-    pages: RequestPages | None = None
-    error: str = ""
-
-
-class World:
+class World(Disasters):
     """Two prefill engines, one decode engine, and everything under way between them.
 
     Attributes:
-        calm: no faults: then every import succeeds and no lease runs out. met: events, for tests of what schedules reach.
+        calm: no faults: then every import succeeds and no lease runs out. prefixes: decode holds some pages already.
+        met: events, for tests of what schedules reach.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
-        self.calm = seed % 4 == 0
+        self.calm, self.prefixes = seed % 4 == 0, True
         self.policy = rng.choice(("recompute", "fail"))
         self.levers, self.network = Levers(), LoopbackNetwork()
         if not self.calm:
             for lever, most in FAULTS.items():
                 setattr(self.levers, lever, rng.choice((0.0, most)))
         self.levers.late = rng.choice((0.0, 0.5))
-        lease = {"lease_s": 3.0, "transfer_deadline_s": 1e6 if self.calm else 2.0}
-        self.prefills = [Prefill(name, self.network, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease)
-                         for name in ("p0", "p1")]
-        self.decode = Decode("d", self.network, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease)
+        lease = {"lease_s": 3.0 if self.calm else rng.choice((3.0, 9.0)), "transfer_deadline_s": 1e6 if self.calm else 2.0}
+        layouts = [LAYOUT] * 3 if rng.random() < 0.5 else rng.choices(list(LAYOUTS.values()), k=3)
+        net = self.network
+        self.prefills = [Prefill(name, net, self.levers, rng, num_ranks=rng.choice((1, 2)), layout=layout, config=lease)
+                         for name, layout in zip(("p0", "p1"), layouts)]
+        self.decode = Decode("d", net, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease, layout=layouts[2])
         self.requests: dict[str, Request] = {}
         self.zombies: dict[str, RequestPages] = {}
         """Pages of closed requests, until drained."""
@@ -101,7 +73,7 @@ class World:
     def arrive(self, prefill: Prefill | None = None) -> Request:
         """A client asks for a new prompt, or for one that another request has asked for."""
         prefill = prefill or self.rng.choice(self.prefills)
-        content = Content(f"c{len(self.requests)}", self.rng.randint(1, 16), self.bytes)
+        content = Content(f"c{len(self.requests)}", self.rng.randint(1, MAX_TOKENS), self.bytes)
         request = Request(f"d-{len(self.requests)}", content, prefill)
         twin = self.rng.choice(list(self.requests.values())) if self.requests and self.rng.random() < 0.25 else None
         self.requests[request.request_id] = request
@@ -113,16 +85,17 @@ class World:
             self.ask(request)
         return request
 
-    def late_twin(self) -> None:
+    def late_twin(self) -> bool:
         """Another request comes with an answer that was used already: its lease may be over, its engine may be gone."""
         if not self.sent or len(self.of(*LIVE)) >= MAX_LIVE:
-            return
+            return False
         first, params = self.rng.choice(self.sent[-8:])
         self.met["late twin"] += 1
         twin = Request(f"d-{len(self.requests)}", first.content, first.prefill, attempts=1, asked_at_s=self.decode.clock(),
                        prefill_id=f"again-{len(self.requests)}")
         self.requests[twin.request_id] = twin
         self.answers.append((twin.prefill_id, params))
+        return True
 
     def ask(self, request: Request) -> None:
         """Asks prefill; a dead one refuses the connection."""
@@ -227,29 +200,44 @@ class World:
         if not offered:
             return False
         request, decode = self.rng.choice(offered), self.decode
-        count = request.content.num_pages
-        landing = decode.pd.choose_landing(request.request_id, self.rng.random() < 0.5, decode.pools.fits(3 * count, count))
+        count = decode.layout.pages(request.content.num_tokens)
+        landing = decode.pd.choose_landing(request.request_id, self.rng.random() < 0.5, decode.pools.fits_resident(count))
         if landing is None:
             return False
-        pages = decode.allocate(request.content, landing)
+        here = self.rng.choice((0, 0, 0, 0, 0, self.rng.randrange(count), count)) if self.prefixes else 0
+        pages = decode.allocate(request.content, landing, here)
         if pages is None:
             return False
+        self.note_import(request.prefill, pages)
         self.met[f"landing {landing.value}"] += 1
         request.landing, request.pages, request.state = landing, pages, State.IMPORTING
         decode.pd.start_import(request.request_id, ImportTarget(landing=landing, pages=pages))
         return True
 
-    def step(self) -> None:
+    def note_import(self, prefill: Prefill, pages: RequestPages) -> None:
+        theirs, ours = prefill.layout, self.decode.layout
+        if pages.num_pages == 0:
+            self.met["nothing to read"] += 1
+        elif theirs.block_size != ours.block_size:
+            self.met["larger pages at prefill" if theirs.block_size > ours.block_size else "smaller pages at prefill"] += 1
+            self.met["from the middle of a page of prefill"] += pages.first_page * ours.block_size % theirs.block_size != 0
+        elif theirs.num_resident_groups != ours.num_resident_groups:
+            self.met["other groups at prefill"] += 1
+        self.met["shared host pool"] += self.decode.shared
+
+    def step(self) -> bool:
         """One step of the decode engine. A lease is released when its last user let go, by the id that prefill gave."""
         command = self.decode.build()
         for notice in command.notices if command else ():
             word = decode_notice(notice.payload)
-            users = [r.request_id for r in self.of(State.OFFERED, State.IMPORTING) if r.lease_id == word.lease_id]
+            users = [r.request_id for r in self.of(State.OFFERED, State.IMPORTING)
+                     if r.lease_id == word.lease_id and (r.pages is None or r.pages.num_pages)]
             assert word.lease_id in self.lease_ids, f"a notice names {word.lease_id}, which prefill never gave"
             assert word.kind != "release" or not users, f"lease {word.lease_id} is released while {users} need it"
+        return command is not None
 
-    def hear(self, most: int) -> None:
-        """The decode scheduler takes reports of its ranks: late, in the order of each rank."""
+    def hear(self, most: int) -> bool:
+        """The decode scheduler takes reports of its ranks: late, in the order of each rank. False = there were none."""
         outputs = []
         for mail in self.rng.sample(self.decode.outputs, len(self.decode.outputs)):
             outputs += [mail.popleft() for _ in range(min(most, len(mail)))]
@@ -266,6 +254,7 @@ class World:
         for request_id in events.drained:
             self.met["drained"] += 1
             self.decode.free(self.zombies.pop(request_id))
+        return bool(outputs or events.loaded or events.failed or events.drained)
 
     def listen(self, prefill: Prefill) -> None:
         """The prefill engine hears its notices, and frees what is no longer leased."""
@@ -296,69 +285,6 @@ class World:
             for prefill in self.prefills:
                 self.listen(prefill)
             self.levers.late = late
-
-    # ---- ends of the world
-    def kill(self, prefill: Prefill) -> None:
-        """A prefill engine is gone; sometimes its memory can still be read."""
-        if prefill.alive:
-            linger = self.rng.random() < 0.4
-            self.met["prefill cut off" if linger else "prefill killed"] += 1
-            prefill.ranks_die(linger=linger)
-            prefill.alive = False
-
-    def restart(self, prefill: Prefill) -> None:
-        """It comes back on the same address, as another incarnation."""
-        self.kill(prefill)
-        self.met["prefill restarted"] += 1
-        prefill.start()
-
-    def lose_lease(self, prefill: Prefill) -> None:
-        """Prefill lets go of pages that somebody may be reading."""
-        if prefill.alive and prefill.leased:
-            self.met["lease lost"] += 1
-            read = [r.prefill_id for r in self.of(State.IMPORTING) if r.prefill is prefill and r.prefill_id in prefill.leased
-                    and self.decode.reads(r.request_id)]
-            prefill.pd.release_request(self.rng.choice(read or list(prefill.leased)))
-            prefill.collect()
-            if not prefill.queue and len(self.of(*LIVE)) < MAX_LIVE:
-                self.arrive(prefill)
-            if prefill.begin() and self.rng.random() < 0.8:
-                prefill.write(self.rng.choice((4, 1000)))
-
-    def restart_decode(self) -> None:
-        """All of it: clients see their connection end."""
-        self.met["decode restarted"] += 1
-        for request in self.of(*LIVE):
-            request.state, request.error, request.pages = State.ERROR, "decode restarted", None
-        self.zombies.clear()
-        self.incarnations.clear()
-        self.retired.clear()
-        self.decode.ranks_die()
-        self.decode.start()
-
-    def restart_ranks(self) -> None:
-        """Its ranks only: what they held is lost, what they still had to say comes late."""
-        self.met["decode ranks restarted"] += 1
-        decode = self.decode
-        old = decode.outputs
-        decode.ranks_die()
-        decode.ranks_start()
-        decode.pd.workers_restarted(decode.incarnation, decode.endpoints)
-        for mail, late in zip(decode.outputs, old, strict=True):
-            mail.extend(late)
-        for request in self.of(State.LOADED):
-            request.pages = None
-            self.fall_back(request, "the ranks restarted")
-        lost = {request.request_id for request in self.of(State.IMPORTING)}
-        for request_id in lost:
-            self.requests[request_id].pages = None
-        events = decode.pd.update([])
-        assert set(events.failed) >= lost and not set(events.loaded), "an import outlives its ranks"
-        for request_id, why in events.failed.items():
-            self.fall_back(self.requests[request_id], why)
-        for request_id in events.drained:
-            del self.zombies[request_id]
-        assert not self.zombies
 
     # ---- laws
     def check(self) -> None:
