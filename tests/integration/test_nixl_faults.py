@@ -23,12 +23,10 @@ import pytest
 from hisparse.errors import ProtocolError
 from hisparse.pd import worker as pd_worker
 from hisparse.pd.nixl import NixlTransport
-from hisparse.pd.protocol import decode_params
 from hisparse.pd.transport import Descriptors
 from hisparse.types import Landing
 from tests.integration.nixl_decode import SOURCE, Decode
 from tests.integration.nixl_prefill import PrefillProcess, wait_for_state
-from tests.pd.rig import LAYOUT
 
 pytestmark = pytest.mark.integration
 STAGES = ("before", "first", "middle", "generations")
@@ -85,8 +83,8 @@ def decode() -> Iterator[Decode]:
 
 def reads_generations(params: dict[str, Any]) -> Callable[[Descriptors], bool]:
     """Tells the generation READ from data READs by where it reads."""
-    kv = decode_params(params, layout=LAYOUT, fingerprint=LAYOUT.fingerprint())
-    spans = [(array.address, array.address + array.num_pages * array.stride) for array in kv.endpoints[0].generations]
+    arrays = params["ranks"][0]["generations"]
+    spans = [(array["address"], array["address"] + array["num_pages"] * array["stride"]) for array in arrays]
 
     def tell(descriptors: Descriptors) -> bool:
         return any(first <= address < end for address in descriptors[:, 0].tolist() for first, end in spans)

@@ -11,7 +11,7 @@ from hisparse.layout import KVCacheLayout, ModelShape
 from hisparse.pd.commands import ImportPlan, PDCommand
 from hisparse.pd.endpoint import GenerationArray, RankEndpoint, agent_name, local_regions
 from hisparse.pd.pages import PageTable, table_of
-from hisparse.pd.protocol import decode_params, encode_params
+from hisparse.pd.protocol import encode_params
 from hisparse.types import Landing, PageGenerations, RequestPages, StepCommand
 from tests.test_layout import GLM52, V32
 
@@ -49,9 +49,9 @@ def test_an_import_of_2048_pages_is_planned_in_less_than_1_mb(model: dict[str, o
         layout=layout, fingerprint=layout.fingerprint(), engine_id="prefill-1", incarnation=7, lease_id="l-1", lease_s=30.0,
         num_tokens=source.num_tokens, prompt_digest="d" * 64, endpoints=endpoints, table=table_of(source, generations))
     assert len(pickle.dumps(params)) < LIMIT_BYTES
-    kv = decode_params(params, layout=layout, fingerprint=layout.fingerprint())
     destination, _ = table(layout.num_resident_groups, 2, incarnation=1)
-    plan = ImportPlan(job_id=1, peer_id="prefill-1", sources=kv.endpoints, landing=Landing.HOST, source=kv.pages,
+    plan = ImportPlan(job_id=1, peer_id="prefill-1", sources=endpoints, landing=Landing.HOST,
+                      source=table_of(source, generations),
                       destination=table_of(destination), tail_rows=59, deadline_s=20.0)
     sent = pickle.dumps(StepCommand(step=1, kv={"pd": PDCommand(imports=(plan,))}))
     assert len(sent) < LIMIT_BYTES < PAGES * layout.host_block_bytes // 100
