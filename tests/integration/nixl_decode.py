@@ -90,10 +90,16 @@ class Decode:
             time.sleep(0.002)
         raise AssertionError(f"{request_id} neither loaded nor failed within {timeout_s} s")
 
-    def start(self, request_id: str, params: Mapping[str, Any], landing: Landing, seed: int, *,
-              upper: bool = False) -> RequestPages:
-        """Begins an import into pages of the lower half of both pools, or of the upper one: never the same page."""
+    def offer(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Prefill's answer is here; nothing is read yet."""
         assert self.scheduler.add_remote(request_id, params) == TOKENS
+
+    def start(self, request_id: str, params: Mapping[str, Any] | None, landing: Landing, seed: int, *,
+              upper: bool = False) -> RequestPages:
+        """Begins an import into pages of the lower half of both pools, or of the upper one: never the same page. No params:
+        they were offered before."""
+        if params is not None:
+            self.offer(request_id, params)
         resident = [True] * PAGES if landing is Landing.RESIDENT else [i == PAGES - 1 for i in range(PAGES)]
         target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[True] * PAGES)
         if upper:

@@ -118,10 +118,8 @@ def test_killed_peer_fails_the_import_and_its_successor_is_used(processes: dict[
 
 def test_b27_heartbeats_keep_a_short_lease_and_silence_ends_it(processes: dict[str, PrefillProcess], decode: Decode) -> None:
     successor = processes["second"].wait_ready()
-    decode.start("d-kept", successor.grant("kept", SOURCE), Landing.HOST, seed=37)
+    decode.offer("d-kept", successor.grant("kept", SOURCE))  # and waits for three lease times
     successor.grant("forgotten", SOURCE)
-    plans = decode.scheduler._plans
-    decode.scheduler._plans = []  # the import waits for three lease times
     ended: list[str] = []
     until = time.monotonic() + 3.0
     while time.monotonic() < until:
@@ -129,7 +127,7 @@ def test_b27_heartbeats_keep_a_short_lease_and_silence_ends_it(processes: dict[s
         ended += successor.ask("expired")
         time.sleep(0.01)
     assert "forgotten" in ended and "kept" not in ended
-    decode.scheduler._plans = plans
+    decode.start("d-kept", None, Landing.HOST, seed=37)
     assert decode.run("d-kept", 10.0)[0] == ""
     assert successor.wait_expired(1.0)[0] == ["kept"]
     assert np.count_nonzero(decode.memory.pool.row_masks)

@@ -7,12 +7,13 @@ import pickle
 import numpy as np
 import pytest
 
+from hisparse.config import PDConfig
 from hisparse.layout import KVCacheLayout, ModelShape
-from hisparse.pd.commands import ImportPlan, PDCommand
+from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.endpoint import GenerationArray, RankEndpoint, agent_name, local_regions
 from hisparse.pd.pages import PageTable, table_of
 from hisparse.pd.protocol import encode_params
-from hisparse.types import Landing, PageGenerations, RequestPages, StepCommand
+from hisparse.types import ImportTarget, Landing, PageGenerations, RequestPages, StepCommand
 from tests.test_layout import GLM52, V32
 
 PAGES, LIMIT_BYTES = 2048, 1_000_000
@@ -50,14 +51,15 @@ def test_an_import_of_2048_pages_is_planned_in_less_than_1_mb(model: dict[str, o
         num_tokens=source.num_tokens, prompt_digest="d" * 64, endpoints=endpoints, table=table_of(source, generations))
     assert len(pickle.dumps(params)) < LIMIT_BYTES
     destination, _ = table(layout.num_resident_groups, 2, incarnation=1)
-    plan = ImportPlan(job_id=1, peer_id="prefill-1", sources=endpoints, landing=Landing.HOST,
-                      source=table_of(source, generations),
-                      destination=table_of(destination), tail_rows=59, deadline_s=20.0)
-    sent = pickle.dumps(StepCommand(step=1, kv={"pd": PDCommand(imports=(plan,))}))
+    decode = PDConnectorScheduler(layout, PDConfig(role="decode"), engine_id="decode-1", incarnation=9, num_ranks=8)
+    decode.add_remote("r", params)
+    assert decode.choose_landing("r", False, True) is Landing.HOST
+    decode.start_import("r", ImportTarget(landing=Landing.HOST, pages=destination))
+    sent = pickle.dumps(StepCommand(step=1, kv={"pd": decode.build_metadata(1)}))
     assert len(sent) < LIMIT_BYTES < PAGES * layout.host_block_bytes // 100
     (got,) = pickle.loads(sent).kv["pd"].imports
     assert_equal(got.source, table_of(source, generations))
-    assert_equal(got.destination, plan.destination)
+    assert_equal(got.destination, table_of(destination))
     assert got.sources == endpoints
 
 
