@@ -37,7 +37,7 @@ class TransferThread:
     """Runs an Importer and sends and receives notices.
 
     Args:
-        drain_s: what a READ gets beyond its import's deadline before its endpoint is closed.
+        drain_s: what a READ gets beyond its import's deadline before its endpoint is closed. close_s: what closing may take.
         stall_s: a thread that makes no round for so long is stuck.
         make_transport, make_importer: called on the thread.
     Attributes:
@@ -45,9 +45,10 @@ class TransferThread:
     """
 
     def __init__(self, memory: LocalMemory, *, engine_id: str, incarnation: int, rank: int, drain_s: float,
-                 stall_s: float, make_transport: Callable[[str], Transport],
+                 close_s: float, stall_s: float, make_transport: Callable[[str], Transport],
                  make_importer: Callable[[Transport], Importer]) -> None:
         self._memory, self._rank, self._drain_s, self._stall_s = memory, rank, drain_s, stall_s
+        self._quarantine_s = drain_s + close_s
         self._agent = agent_name(engine_id, incarnation, rank)
         self._make_transport, self._make_importer = make_transport, make_importer
         self._commands: queue.SimpleQueue[PDCommand | None] = queue.SimpleQueue()
@@ -76,8 +77,8 @@ class TransferThread:
         if not self._thread.is_alive():
             raise InvariantError(f"the transfer thread of rank {self._rank} has ended")
         now = time.monotonic()
-        for plan in command.imports:  # at its deadline it fails; a drain later its endpoint is closed; one more to say so
-            self._late_at_s[plan.job_id] = now + plan.deadline_s + 2 * self._drain_s
+        for plan in command.imports:  # at its deadline it fails, a drain later its endpoint is closed
+            self._late_at_s[plan.job_id] = now + plan.deadline_s + self._quarantine_s
         self._commands.put(command)
 
     def raise_error(self) -> None:
@@ -109,7 +110,7 @@ class TransferThread:
     def _doing(self) -> str:
         """What the round under way is in; "" = it began just now."""
         age_s = time.monotonic() - self._beat_s
-        if age_s < self._drain_s / 2:
+        if age_s < self._quarantine_s / 4:
             return ""
         call = self._metered.call if self._metered is not None else None
         where = f"transport call {call[0]}({call[1]})" if call is not None else "copy or command"

@@ -18,6 +18,8 @@ from hisparse.pd.transport import Transport
 START_TIMEOUT_S = 120.0
 DRAIN_S = 1.0
 """A READ past its deadline gets this long to end by itself before its endpoint is closed."""
+CLOSE_S = 10.0
+"""Closing an endpoint may take this long, e.g. to register a large pool with a new agent, before its imports are overdue."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class PDConnectorWorker:
                             direct=config.landing_path == "direct", drain_s=DRAIN_S, clock=clock)
 
         self._thread = TransferThread(
-            memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S,
+            memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S, close_s=CLOSE_S,
             stall_s=config.transfer_deadline_s, make_transport=make_transport or transport_factory(config.transport),
             make_importer=make_importer)
         self._told: tuple[list[int], bool] = ([], False)

@@ -21,6 +21,7 @@ TOKENS = 8
 def test_its_request_ends_with_an_error_and_its_pages_stay_out_of_use(
         make_rig: Callable[..., Rig], tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setattr(pd_worker, "DRAIN_S", 0.1)
+    monkeypatch.setattr(pd_worker, "CLOSE_S", 0.1)
     pd = {"transfer_deadline_s": 0.3, "kv_load_failure_policy": policy, "lease_s": 0.5}
     path = tiny_checkpoints["glm52"]
     rig = make_rig(engine_config(path, "decode", pd=pd), engine_config(path, "prefill", pd=pd))

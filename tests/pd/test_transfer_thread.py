@@ -39,6 +39,7 @@ class BlockingTransport(LoopbackTransport):
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Replica, Replica, BlockingTransport]]:
     monkeypatch.setattr(pd_worker, "DRAIN_S", 0.1)
+    monkeypatch.setattr(pd_worker, "CLOSE_S", 0.1)
     network = LoopbackNetwork()
     made: list[BlockingTransport] = []
 
