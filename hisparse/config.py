@@ -60,7 +60,8 @@ class CacheConfig(_Section):
         "128), which selects slightly other tokens. Equal on prefill and decode.")
     device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
     host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
-    host_pool: Literal["auto", "shared", "private"] = Field("auto", description="auto: shared under Ray, private without.")
+    host_pool: Literal["auto", "shared", "private"] = Field(
+        "auto", description="auto: shared under Ray (private where that does not fit one rank's node), private without.")
     num_groups: int | None = Field(None, ge=1, description="Resident (and hot) groups the layers are packed into, equal on "
                                    "prefill and decode; default: the number with the fewest bytes per page.")
     hot_rows: RowsOption = Field(None, description="Rows a hot region of a request starts with, for every hot group or a "

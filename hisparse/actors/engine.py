@@ -21,7 +21,7 @@ from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement, rank_gpu
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
 from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path
 from hisparse.engine.tokenizer import Tokenizer
-from hisparse.errors import EngineDeadError
+from hisparse.errors import ConfigError, EngineDeadError
 from hisparse.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class EngineActors:
         if config.cache.enabled and config.cache.host_pool != "private":
             self.keeper = start_actor(KeeperActor, name, label=f"keeper of {name}", placement=group, bundle=0,
                                       num_cpus=ACTOR_CPUS)
-            self.segment = self.keeper.call("create", config, timeout_s=limit_s)
+            self._share_pool(self.keeper, limit_s)
         with tempfile.TemporaryDirectory(prefix="hisparse-rendezvous-") as scratch:
             setups = [
                 RankSetup(engine_id=name, incarnation=self.identity.incarnation, rank=rank, segment=self.segment,
@@ -129,8 +129,20 @@ class EngineActors:
             ]
             infos = gather([actor.start("setup", setup) for actor, setup in zip(self.ranks, setups)], limit_s)
         about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None,
+                 "host_pool_bytes": sum({info.host_pool: info.host_pool_bytes for info in infos}.values()),
                  "hot_region_rows": list(hot_rows(config.cache, kv_layout(config))) if config.cache.enabled else []}
         coordinator.call("start", about, build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
+
+    def _share_pool(self, keeper: Actor, timeout_s: float) -> None:
+        """One segment for all ranks; a single rank may do with memory of its own (`auto`), e.g. where /dev/shm is small."""
+        try:
+            self.segment = keeper.call("create", self.config, timeout_s=timeout_s)
+        except ConfigError as error:
+            if self.config.cache.host_pool == "shared" or self.config.tensor_parallel_size > 1:
+                raise
+            logger.warning("engine %s uses private memory for its host pool, because %s", self.identity.engine_id, error)
+            keeper.kill()
+            self.keeper = None
 
     @property
     def front(self) -> Actor:

@@ -43,6 +43,7 @@ class Core(Protocol):
     def take_outputs(self) -> list[RequestOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Stats: ...
+    def problem(self) -> str: ...
     def check(self) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -79,6 +80,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._dead: str | None = None
+        self._problem = ""  # the core's; written by the loop's thread only
         self._turns = 0  # written by the loop's thread only
         self._beat = clock()
         self._thread = threading.Thread(target=self._run, name="hisparse-engine-loop", daemon=True)
@@ -107,6 +109,8 @@ class EngineLoop:
             reason = "the engine is shutting down"
         elif age > self._stall_s:
             reason = f"the engine loop has not turned for {age:.1f} s (limit {self._stall_s:g} s): a step is stuck"
+        elif self._problem:
+            reason = self._problem
         else:
             reason = ""
         return Health(ok=not reason, reason=reason, turns=self._turns, beat_age_s=age)
@@ -137,6 +141,7 @@ class EngineLoop:
                     self._sleep(0.5)
                     continue
                 outputs = self._core.step()
+                self._problem = self._core.problem()
                 self._beat = self._clock()
                 if outputs:
                     self._deliver(outputs)

@@ -43,11 +43,18 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a started rank tells: its process and, for prefill and decode engines, its transfer endpoint."""
+    """What a started rank tells: its process, the host pool it maps and, for prefill and decode, its transfer endpoint.
+
+    Attributes:
+        host_pool: names the memory behind the pool, the same for all ranks that map it; "" = none.
+        host_pool_bytes: of that memory, headers included.
+    """
 
     rank: int
     pid: int
     endpoint: RankEndpoint | None
+    host_pool: str = ""
+    host_pool_bytes: int = 0
 
 
 class RankWorkerActor:
@@ -80,11 +87,14 @@ class RankWorkerActor:
         self._group = join_group(setup.rank, size, setup.rendezvous, COLLECTIVE_TIMEOUT_S)
 
         make_pd = functools.partial(make_pd_worker, config=config, engine_id=setup.engine_id, incarnation=setup.incarnation)
+        pool = self._open_pool(setup)
         self._engine = RankEngine(
-            config, rank=setup.rank, num_ranks=size, incarnation=setup.incarnation, host_pool=self._open_pool(setup),
+            config, rank=setup.rank, num_ranks=size, incarnation=setup.incarnation, host_pool=pool,
             extra_connectors=() if config.pd.role == "colocated" else (make_pd,), process_group=self._group,
         )
-        return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None))
+        return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None),
+                        host_pool="" if pool is None else str(pool.path or f"private memory of {os.getpid()}"),
+                        host_pool_bytes=0 if pool is None else pool.mapped_bytes)
 
     def _open_pool(self, setup: RankSetup) -> HostPool | None:
         from hisparse.worker.host_pool import HostPool

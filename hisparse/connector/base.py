@@ -28,12 +28,15 @@ class LoadEvents:
         drained: requests that were closed while loading and whose load has now drained on every rank: nothing of it may
             be used, but its pins may go. One entry per closed load, also for one whose end was about to be reported:
             whoever saw the request in `loading()` waits for its end.
+        overdue: request id -> reason; the load should have ended long ago and has not drained: its pages may still be
+            written. The request must be closed with an error, whatever the policy; `drained` names it if that ever comes.
     """
 
     loaded: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
     released_device_blocks: tuple[int, ...] = ()
     drained: tuple[str, ...] = ()
+    overdue: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -54,6 +54,7 @@ class MultiSchedulerConnector:
         failed: dict[str, str] = {}
         released: list[int] = []
         drained: list[str] = []
+        overdue: dict[str, str] = {}
         for child in self.children:
             events = child.update([output[child.name] for output in outputs if child.name in output])
             released.extend(events.released_device_blocks)
@@ -63,8 +64,10 @@ class MultiSchedulerConnector:
                 self._finish(child.name, request_id, reason, loaded, failed)
             for request_id in events.drained:
                 drained.extend(self._drain(child.name, request_id))
+            overdue |= {request_id: f"{child.name}: {reason}" for request_id, reason in events.overdue.items()
+                        if child.name in self._waiting.get(request_id, ())}
         return LoadEvents(loaded=frozenset(loaded), failed=failed, released_device_blocks=tuple(released),
-                          drained=tuple(drained))
+                          drained=tuple(drained), overdue=overdue)
 
     def request_closed(self, request_id: str) -> None:
         self._note_loads()

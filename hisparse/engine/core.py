@@ -46,6 +46,8 @@ class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
                    digest_of: Callable[[int], str]) -> int: ...
     def reject_remote(self, kv_transfer_params: Any, reason: str) -> None: ...
     def release_request(self, request_id: str) -> None: ...
+    def problem(self) -> str: ...
+    def stats(self) -> Any: ...
 
 
 class Tokenizer(Protocol):
@@ -78,6 +80,8 @@ class EngineStats:
     generated_tokens: int
     resolve: ResolveStats
     cache: dict[str, Any]
+    pd: dict[str, Any] | None = None
+    """PDStats; None when colocated."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -325,6 +329,11 @@ class EngineCore:
             self.cache.unpin_indexer(events.released_device_blocks)
         for request_id in events.drained:
             self.cache.finish_load(request_id, failed=True)
+        for request_id, reason in events.overdue.items():
+            request = self.requests.get(request_id)
+            if request is not None:  # no recompute: the blocks it would need are the ones in quarantine
+                self._import_failures += 1
+                self._close(request, FinishReason.ERROR, error=f"the prompt's KV from prefill did not arrive: {reason}")
         self.scheduler.loaded(events.loaded)
         for request_id, reason in events.failed.items():
             request = self.scheduler.load_failed(request_id)
@@ -414,7 +423,12 @@ class EngineCore:
             import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
             resolve=self._totals, cache=asdict(self.cache.stats()),
+            pd=None if self.pd is None else asdict(self.pd.stats()),
         )
+
+    def problem(self) -> str:
+        """Why this engine should be replaced although it still steps; "" = it is fine."""
+        return self.pd.problem() if self.pd is not None else ""
 
     def check(self) -> None:
         """Conservation laws of both pools and of every connector. Raises InvariantError."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -106,10 +107,59 @@ class ImportAck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTraffic:
+    """READs and notices between one rank and one prefill engine, since the rank's start.
+
+    Attributes:
+        reads: completed; data and generation READs alike. num_descriptors, num_bytes: of those.
+        seconds: from before the post until the poll that saw the end, summed over READs, which overlap. slowest_s: of one.
+        failures: READs refused, broken or cut off by a closed endpoint. connects: endpoints opened.
+    """
+
+    reads: int = 0
+    num_descriptors: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    failures: int = 0
+    connects: int = 0
+    notices_sent: int = 0
+    notices_failed: int = 0
+
+    def __add__(self, other: PeerTraffic) -> PeerTraffic:
+        return PeerTraffic(
+            reads=self.reads + other.reads, num_descriptors=self.num_descriptors + other.num_descriptors,
+            num_bytes=self.num_bytes + other.num_bytes, seconds=self.seconds + other.seconds,
+            slowest_s=max(self.slowest_s, other.slowest_s), failures=self.failures + other.failures,
+            connects=self.connects + other.connects, notices_sent=self.notices_sent + other.notices_sent,
+            notices_failed=self.notices_failed + other.notices_failed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """Of one rank's transfer thread. `peers`: by prefill engine id. Slots in use or in quarantine are not free."""
+
+    peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
+    staging_slots: int = 0
+    staging_slots_free: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PDOutput:
-    """What a rank reports with a step. `notices`: raw bytes from peers, unchecked."""
+    """What a rank reports with a step.
+
+    Attributes:
+        notices: raw bytes from peers, unchecked.
+        overdue: imports that were to be over long ago and were not acknowledged -> why. Their pages may still be written:
+            each stays in quarantine until its acknowledgement comes after all.
+        stuck: why the transfer thread does not go on; "" = it does.
+        report: None = as before.
+    """
 
     rank: int
     incarnation: int
     acks: tuple[ImportAck, ...] = ()
     notices: tuple[bytes, ...] = ()
+    overdue: Mapping[int, str] = field(default_factory=dict)
+    stuck: str = ""
+    report: TransferReport | None = None

@@ -37,6 +37,11 @@ def agent_name(engine_id: str, incarnation: int, rank: int) -> str:
     return f"{engine_id}/{incarnation:016x}/{rank}"
 
 
+def peer_of(agent: str) -> str:
+    """The engine id in an agent's name."""
+    return agent.rsplit("/", 2)[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Pages of one cache in one registered slab: page p of plane l is at address + l * plane_stride + p * page_stride.

@@ -21,6 +21,7 @@ class ImportJob:
     request_id: str
     waiting: set[int]
     closed: bool = False
+    overdue: bool = False
     failures: list[tuple[int, ImportFailure, str]] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
@@ -112,6 +113,14 @@ class ImportJobs:
             return None
         self._cancels = [job_id for job_id in self._cancels if job_id != ack.job_id]
         return self._end(job)
+
+    def take_overdue(self, rank: int, job_id: int) -> ImportJob | None:
+        """A rank cannot end it. The job when that is news for a live request, else None."""
+        job = self._jobs.get(job_id)
+        if job is None or rank not in job.waiting or job.closed or job.overdue:
+            return None
+        job.overdue = True
+        return job
 
     def end_all(self, failure: ImportFailure, reason: str) -> list[ImportJob]:
         """The ranks are gone: every job has failed."""

@@ -3,13 +3,17 @@
 Error mode `peer` is the default although it costs ~10 ms a notice on busy cores: it is what makes a dead peer an error
 within ~0.1 s instead of a transfer that never completes. `none` is faster for notices where every peer shares our fate.
 The progress thread sleeps on UCX's events: an idle agent costs 0.3 % of a core instead of a whole one (measured).
+
+NIXL cannot abort a READ: after `release_xfer_handle` and `remove_remote_agent` have returned, a peer that was stopped and
+goes on still has its late answer written to our memory (seen over TCP). Only the end of the agent ends its READs. So a peer
+with a READ that did not complete is disconnected by replacing the agent; READs from other peers start anew on the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import nixl._api as nixl_api
@@ -24,46 +28,53 @@ _BINDING_LOCK = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class NixlRead:
-    """A posted READ; `xfer` is None once it is released."""
+    """A posted READ. `xfer` is None once it is released; `error`: why it could not start anew."""
 
     peer: str
-    xfer: Any
-    done: bool
+    descriptors: Descriptors
+    xfer: Any = None
+    done: bool = False
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """`ranges`: what it has registered. `loud`: a READ ended otherwise than complete, so parts of it may still arrive."""
+
+    metadata: bytes
+    ranges: RegisteredRanges
+    reads: set[NixlRead] = field(default_factory=set)
+    loud: bool = False
 
 
 class NixlTransport:
     """See Transport. NIXL does no locking here: construction and every call come from one thread.
 
+    Replacing the agent makes `metadata()` of before useless, so an engine that reads from peers must not serve others too.
+
     Args:
         name: agent name, distinct per process start.
         error_mode: UCX endpoint error handling, "peer" or "none".
         progress_wait_us: longest sleep of the progress thread, which events cut short; 0 = it spins on a core.
+    Attributes:
+        replaced: agents that were ended to silence a peer.
     Raises:
         TransferError: the agent or its UCX backend cannot be made.
     """
 
     def __init__(self, name: str, *, error_mode: str = "peer", progress_wait_us: int = 10_000) -> None:
-        self.name = name
-        try:
-            self._agent = _make_agent(name, progress_wait_us)
-            self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_mode})
-        except Exception as error:
-            raise TransferError(f"cannot make the NIXL agent {name}: {_words(error)}") from error
-        self._registrations: list[Any] = []
+        self.name, self.replaced = name, 0
+        self._error_mode, self._progress_wait_us = error_mode, progress_wait_us
         self._own = RegisteredRanges()
-        self._far: dict[str, RegisteredRanges] = {}
-        self._peers: dict[str, set[NixlRead]] = {}
+        self._registrations: list[Any] = []
+        self._peers: dict[str, _Peer] = {}
+        self._inbox: list[bytes] = []
         self._closed = False
+        self._agent: Any = self._make()
 
     def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
-        try:
-            self._registrations.append(self._agent.register_memory([(address, num_bytes, device or 0, "")], _kind(device)))
-        except Exception as error:
-            fix = ("check `ulimit -l` (memlock)" if device is None else
-                   "UCX must have its CUDA modules (cuda_copy, cuda_ipc) and find libcuda.so.1")
-            where = "of CPU memory" if device is None else f"of GPU {device}"
-            raise TransferError(f"NIXL cannot register {num_bytes} bytes {where} at {address:#x}: {_words(error)}; {fix}"
-                                ) from error
+        gpu = CPU if device is None else device
+        self._register(address, num_bytes, gpu)
         self._own.add(address, num_bytes, device)
 
     def metadata(self) -> bytes:
@@ -73,59 +84,34 @@ class NixlTransport:
         if peer in self._peers:
             raise TransferError(f"agent {peer} is connected already; disconnect it first")
         ranges, metadata = RegisteredRanges.unwrap(metadata)
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise TransferError(f"cannot add NIXL agent {peer}: {_words(error)}") from error
-        name = name.decode() if isinstance(name, bytes) else str(name)
-        if name != peer:
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(name)
-            raise TransferError(f"the metadata of agent {peer} belongs to agent {name}")
-        self._peers[peer], self._far[peer] = set(), ranges
+        self._add(peer, metadata)
+        self._peers[peer] = _Peer(metadata=metadata, ranges=ranges)
 
     def read(self, peer: str, descriptors: Descriptors) -> NixlRead:
         if peer not in self._peers:
             raise TransferError(f"agent {peer} is not connected")
-        far, near = np.zeros(descriptors.shape, np.uint64), np.zeros(descriptors.shape, np.uint64)
-        far[:, 0], near[:, 0] = descriptors[:, 0], descriptors[:, 1]
-        far[:, 1] = near[:, 1] = descriptors[:, 2]
-        far_gpu = self._far[peer].device_of(descriptors[:, 0], descriptors[:, 2])
-        near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
-        far[:, 2], near[:, 2] = max(far_gpu, 0), max(near_gpu, 0)
-        agent = self._agent
-        try:
-            local, remote = agent.get_xfer_descs(near, _kind(near_gpu)), agent.get_xfer_descs(far, _kind(far_gpu))
-            read = NixlRead(peer=peer, xfer=agent.initialize_xfer("READ", local, remote, peer), done=False)
-        except Exception as error:  # out of range, unregistered, unknown: nothing was posted
-            raise TransferError(f"READ from {peer} was refused: {_words(error)}") from error
-        self._peers[peer].add(read)
-        try:
-            state = agent.transfer(read.xfer)
-        except Exception as error:
-            self._release(read)
-            raise PeerLost(f"READ from {peer}: {_words(error)}") from error
-        if state == "ERR":
-            self._release(read)
-            raise PeerLost(f"READ from {peer} failed when posted")
-        read.done = state == "DONE"
+        read = NixlRead(peer=peer, descriptors=descriptors)
+        self._post(read)
         return read
 
     def poll(self, handle: NixlRead) -> bool:
+        if handle.error:
+            self._end(handle, loud=False)
+            raise PeerLost(f"READ from {handle.peer}: {handle.error}")
         if handle.xfer is None:
             raise TransferError(f"this READ from {handle.peer} was released")
         if not handle.done:
             try:
                 state = self._agent.check_xfer_state(handle.xfer)
             except Exception as error:
-                self._release(handle)
+                self._end(handle, loud=True)
                 raise PeerLost(f"READ from {handle.peer}: {_words(error)}") from error
             if state == "ERR":
-                self._release(handle)
+                self._end(handle, loud=True)
                 raise PeerLost(f"READ from {handle.peer} failed")
             handle.done = state == "DONE"
         if handle.done:
-            self._release(handle)
+            self._end(handle, loud=False)
         return handle.done
 
     def notify(self, peer: str, message: bytes) -> None:
@@ -137,44 +123,161 @@ class NixlTransport:
             raise TransferError(f"notice to {peer}: {_words(error)}") from error
 
     def notices(self) -> list[bytes]:
-        try:
-            news = self._agent.get_new_notifs()
-        except Exception as error:
-            raise TransferError(f"cannot poll notices: {_words(error)}") from error
-        return [bytes(message) for messages in news.values() for message in messages]
+        if self._agent is not None:
+            self._receive()
+        inbox, self._inbox = self._inbox, []
+        return inbox
 
     def disconnect(self, peer: str) -> None:
-        reads = self._peers.get(peer)
-        if reads is None:
+        state = self._peers.get(peer)
+        if state is None:
             return
-        for read in list(reads):
-            self._release(read)
-        try:
-            self._agent.remove_remote_agent(peer)
-        except Exception as error:
-            raise TransferError(f"cannot remove NIXL agent {peer}: {_words(error)}") from error
-        del self._peers[peer], self._far[peer]
+        if state.loud or any(not read.done for read in state.reads):
+            state.loud = True  # also if the replacement fails half way and is tried again
+            self._replace(without=peer)
+        else:
+            for read in list(state.reads):
+                self._end(read, loud=False)
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception as error:
+                raise TransferError(f"cannot remove NIXL agent {peer}: {_words(error)}") from error
+        for read in state.reads:
+            read.xfer = None
+        del self._peers[peer]
 
     def close(self) -> None:
-        if self._closed:
+        if not self._closed:
+            self._closed = True
+            self._destroy()
+            self._peers = {}
+
+    # ---- one agent
+    def _make(self) -> Any:
+        name = f"{self.name}~{self.replaced}" if self.replaced else self.name
+        try:
+            agent = _make_agent(name, self._progress_wait_us)
+            agent.create_backend("UCX", {"ucx_error_handling_mode": self._error_mode})
+        except Exception as error:
+            raise TransferError(f"cannot make the NIXL agent {name}: {_words(error)}") from error
+        return agent
+
+    def _register(self, address: int, num_bytes: int, gpu: int) -> None:
+        try:
+            self._registrations.append(self._agent.register_memory([(address, num_bytes, max(gpu, 0), "")], _kind(gpu)))
+        except Exception as error:
+            fix = ("check `ulimit -l` (memlock)" if gpu == CPU else
+                   "UCX must have its CUDA modules (cuda_copy, cuda_ipc) and find libcuda.so.1")
+            where = "of CPU memory" if gpu == CPU else f"of GPU {gpu}"
+            raise TransferError(f"NIXL cannot register {num_bytes} bytes {where} at {address:#x}: {_words(error)}; {fix}"
+                                ) from error
+
+    def _add(self, peer: str, metadata: bytes) -> None:
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferError(f"cannot add NIXL agent {peer}: {_words(error)}") from error
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        if name != peer:
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(name)
+            raise TransferError(f"the metadata of agent {peer} belongs to agent {name}")
+
+    def _destroy(self) -> None:
+        """Ends the agent, its endpoints and its progress thread: nothing of it reads or writes any more."""
+        if self._agent is None:
             return
-        self._closed = True
-        for peer in list(self._peers):
-            with contextlib.suppress(TransferError):
-                self.disconnect(peer)
+        for state in self._peers.values():
+            for read in state.reads:
+                with contextlib.suppress(Exception):
+                    self._agent.release_xfer_handle(read.xfer)
+                read.xfer = None
         for registration in self._registrations:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registration)
         self._registrations = []
-        self._peers = {}
-        del self._agent  # destroys the agent, its endpoints and its progress thread
+        self._agent = None
 
-    def _release(self, read: NixlRead) -> None:
-        # A READ in progress may refuse its release; the removal of the agent that follows ends it then.
-        with contextlib.suppress(Exception):
-            self._agent.release_xfer_handle(read.xfer)
+    def _replace(self, *, without: str) -> None:
+        """A new agent with the same memory and the other peers, whose READs start anew. Raises TransferError when there is
+        no new agent; then there is none at all, and the next `disconnect` tries again.
+        """
+        if self._agent is not None:
+            with contextlib.suppress(TransferError):
+                self._receive()
+            self._destroy()
+            self.replaced += 1
+        self._agent = self._make()
+        try:
+            for address, num_bytes, gpu in self._own:
+                self._register(address, num_bytes, gpu)
+        except TransferError:
+            self._destroy()
+            raise
+        for peer, state in self._peers.items():
+            if peer == without:
+                continue
+            why = ""
+            try:
+                self._add(peer, state.metadata)
+            except TransferError as error:
+                why = str(error)
+            for read in list(state.reads):
+                if not read.done:
+                    self._restart(read, why)
+
+    def _restart(self, read: NixlRead, why: str) -> None:
+        try:
+            if why:
+                raise TransferError(why)
+            self._post(read)
+        except TransferError as error:
+            read.error = f"the agent was replaced, and {error}"
+            self._peers[read.peer].reads.add(read)  # `poll` says so
+
+    # ---- one READ
+    def _post(self, read: NixlRead) -> None:
+        peer, descriptors = read.peer, read.descriptors
+        if self._agent is None:
+            raise PeerLost(f"READ from {peer}: there is no agent at present")
+        far, near = np.zeros(descriptors.shape, np.uint64), np.zeros(descriptors.shape, np.uint64)
+        far[:, 0], near[:, 0] = descriptors[:, 0], descriptors[:, 1]
+        far[:, 1] = near[:, 1] = descriptors[:, 2]
+        far_gpu = self._peers[peer].ranges.device_of(descriptors[:, 0], descriptors[:, 2])
+        near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
+        far[:, 2], near[:, 2] = max(far_gpu, 0), max(near_gpu, 0)
+        agent = self._agent
+        try:
+            local, remote = agent.get_xfer_descs(near, _kind(near_gpu)), agent.get_xfer_descs(far, _kind(far_gpu))
+            read.xfer = agent.initialize_xfer("READ", local, remote, peer)
+        except Exception as error:  # out of range, unregistered, unknown: nothing was posted
+            raise TransferError(f"READ from {peer} was refused: {_words(error)}") from error
+        self._peers[peer].reads.add(read)
+        try:
+            state = agent.transfer(read.xfer)
+        except Exception as error:
+            self._end(read, loud=True)
+            raise PeerLost(f"READ from {peer}: {_words(error)}") from error
+        if state == "ERR":
+            self._end(read, loud=True)
+            raise PeerLost(f"READ from {peer} failed when posted")
+        read.done = state == "DONE"
+
+    def _end(self, read: NixlRead, *, loud: bool) -> None:
+        if read.xfer is not None:
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(read.xfer)
         read.xfer = None
-        self._peers[read.peer].discard(read)
+        state = self._peers[read.peer]
+        state.reads.discard(read)
+        state.loud |= loud
+
+    def _receive(self) -> None:
+        try:
+            news = self._agent.get_new_notifs()
+        except Exception as error:
+            raise TransferError(f"cannot poll notices: {_words(error)}") from error
+        self._inbox += [bytes(message) for messages in news.values() for message in messages]
 
 
 def _make_agent(name: str, progress_wait_us: int) -> Any:
@@ -194,9 +297,9 @@ def _make_agent(name: str, progress_wait_us: int) -> Any:
             binding.nixlAgentConfig = plain
 
 
-def _kind(device: int | None) -> str:
-    """NIXL's name of the memory of a GPU, or of CPU memory (None, CPU)."""
-    return "DRAM" if device is None or device == CPU else "VRAM"
+def _kind(gpu: int) -> str:
+    """NIXL's name of the memory of a GPU, or of CPU memory (CPU)."""
+    return "DRAM" if gpu == CPU else "VRAM"
 
 
 def _words(error: Exception) -> str:

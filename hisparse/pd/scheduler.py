@@ -30,6 +30,7 @@ from hisparse.pd.paging import Fingerprint, PeerLayouts, source_pages
 from hisparse.pd.planner import LandingPlanner
 from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
 from hisparse.pd.stats import PDStats
+from hisparse.pd.watch import TransferWatch
 from hisparse.types import ImportTarget, Landing, RequestPages
 
 MAX_ENGINE_ID_CHARS = 200
@@ -83,6 +84,7 @@ class PDConnectorScheduler:
         self._drained: list[str] = []
         self._failures: Counter[str] = Counter()
         self._ok = self._bytes = self._bad_notices = 0
+        self._watch = TransferWatch()
         self._seconds = 0.0
 
     # ---- set-up
@@ -105,6 +107,7 @@ class PDConnectorScheduler:
         self.incarnation = incarnation
         self.set_endpoints(endpoints)
         self._leases.end_all()
+        self._watch.forget()
         for request_id in self._loaded:
             self._remotes[request_id].state = _RemoteState.FAILED
             self._failed[request_id] = f"{ImportFailure.RESTARTED.value}: the workers restarted before the import was used"
@@ -266,6 +269,7 @@ class PDConnectorScheduler:
         loaded, self._loaded = self._loaded, set()
         failed, self._failed = self._failed, {}
         drained, self._drained = self._drained, []
+        overdue: dict[str, str] = {}
         for output in outputs:
             if output.incarnation != self.incarnation:
                 self._jobs.late_acks += len(output.acks)
@@ -276,8 +280,10 @@ class PDConnectorScheduler:
                 job = self._jobs.take_ack(output.rank, ack)
                 if job is not None:
                     self._end_job(job, loaded, failed, drained)
+            self._watch.hear(output)
+            overdue |= self._overdue(output)
         self._leases.expire()
-        return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained))
+        return LoadEvents(loaded=frozenset(loaded), failed=failed, drained=tuple(drained), overdue=overdue)
 
     def request_closed(self, request_id: str) -> None:
         """Import in flight: cancelled; LoadEvents.drained names the request when every rank drained, at the next update
@@ -311,17 +317,32 @@ class PDConnectorScheduler:
         if importing != set(self._jobs.requests()):
             raise InvariantError(f"requests {sorted(importing)} import, but {sorted(self._jobs.requests())} have jobs")
 
+    def problem(self) -> str:
+        """Why this engine should be replaced; "" = it is fine."""
+        return self._watch.problem()
+
     def stats(self) -> PDStats:
-        leases = self._leases
+        leases, (slots, free) = self._leases, self._watch.staging_slots()
         return PDStats(
             leases_held=len(leases), leases_granted=leases.granted, leases_released=leases.released,
             leases_expired=leases.expired, early_releases=leases.early_releases, imports_in_flight=len(self._jobs),
             imports_ok=self._ok, imports_failed=dict(self._failures),
             landings={landing.value: count for landing, count in self._planner.counts.items()},
             import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._jobs.late_acks,
-            bad_notices=self._bad_notices)
+            bad_notices=self._bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
+            peers=self._watch.peers(), staging_slots=slots, staging_slots_free=free)
 
     # ---- inside
+    def _overdue(self, output: PDOutput) -> dict[str, str]:
+        """Requests whose import a rank cannot end: it is told once, and drains when the rank's word comes after all."""
+        overdue: dict[str, str] = {}
+        for job_id, why in output.overdue.items():
+            job = self._jobs.take_overdue(output.rank, job_id)
+            if job is not None:
+                self._watch.overdue += 1
+                overdue[job.request_id] = f"rank {output.rank} could not end the import: {why}; its pages stay in quarantine"
+        return overdue
+
     def _take_notice(self, payload: bytes) -> None:
         try:
             notice = decode_notice(payload)

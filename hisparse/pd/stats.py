@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hisparse.pd.commands import PeerTraffic
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PDStats:
@@ -24,3 +26,11 @@ class PDStats:
     import_seconds: float = 0.0
     late_acks_ignored: int = 0
     bad_notices: int = 0
+    imports_overdue: int = 0
+    """Whose request was ended while a rank's transfer thread could not say that they are over."""
+    stuck: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> why its transfer thread does not go on."""
+    staging_slots: int = 0
+    staging_slots_free: int = 0
+    peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
+    """Prefill engine id -> what all ranks together read from it."""

@@ -1,4 +1,8 @@
-"""The thread that owns a rank's transport: every call to it is made here, from its construction to its end."""
+"""The thread that owns a rank's transport: every call to it is made here, from its construction to its end.
+
+A call may block for as long as the transport likes, and nothing can interrupt it. So the step's thread watches: `stuck`
+and `overdue` say, without waiting, that the thread does not go on and which imports should have been over.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from hisparse.errors import InvariantError, TransferError
-from hisparse.pd.commands import ImportAck, PDCommand
+from hisparse.pd.commands import ImportAck, PDCommand, TransferReport
 from hisparse.pd.endpoint import RankEndpoint, agent_name
 from hisparse.pd.importer import Importer
 from hisparse.pd.memory import LocalMemory
+from hisparse.pd.metered import MeteredTransport
 from hisparse.pd.transport import Transport
 
 BUSY_POLL_S = 0.0001
@@ -32,13 +37,18 @@ class TransferThread:
     """Runs an Importer and sends and receives notices.
 
     Args:
+        drain_s: what a READ gets beyond its import's deadline before its endpoint is closed. close_s: what closing may take.
+        stall_s: a thread that makes no round for so long is stuck.
         make_transport, make_importer: called on the thread.
+    Attributes:
+        report: the latest; replaced by the thread before the acknowledgements that it covers.
     """
 
     def __init__(self, memory: LocalMemory, *, engine_id: str, incarnation: int, rank: int, drain_s: float,
-                 make_transport: Callable[[str], Transport],
+                 close_s: float, stall_s: float, make_transport: Callable[[str], Transport],
                  make_importer: Callable[[Transport], Importer]) -> None:
-        self._memory, self._rank, self._drain_s = memory, rank, drain_s
+        self._memory, self._rank, self._drain_s, self._stall_s = memory, rank, drain_s, stall_s
+        self._quarantine_s = drain_s + close_s
         self._agent = agent_name(engine_id, incarnation, rank)
         self._make_transport, self._make_importer = make_transport, make_importer
         self._commands: queue.SimpleQueue[PDCommand | None] = queue.SimpleQueue()
@@ -46,7 +56,10 @@ class TransferThread:
         self._notices: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._endpoint: Future[RankEndpoint] = Future()
         self._error: BaseException | None = None
-        self.failed_notices = 0
+        self.report = TransferReport()
+        self._metered: MeteredTransport | None = None
+        self._beat_s = time.monotonic()  # of the last round; the thread writes it
+        self._late_at_s: dict[int, float] = {}  # import without acknowledgement -> when that is late; the step's thread
         self._last_notice_s = float("-inf")
         self._thread = threading.Thread(target=self._run, name=f"hisparse-pd-{rank}", daemon=True)
         self._thread.start()
@@ -63,6 +76,9 @@ class TransferThread:
         self.raise_error()
         if not self._thread.is_alive():
             raise InvariantError(f"the transfer thread of rank {self._rank} has ended")
+        now = time.monotonic()
+        for plan in command.imports:  # at its deadline it fails, a drain later its endpoint is closed
+            self._late_at_s[plan.job_id] = now + plan.deadline_s + self._quarantine_s
         self._commands.put(command)
 
     def raise_error(self) -> None:
@@ -72,7 +88,33 @@ class TransferThread:
 
     def take(self) -> tuple[list[ImportAck], list[bytes]]:
         """Acknowledgements and notices since the last call."""
-        return _drain(self._acks), _drain(self._notices)
+        acks = _drain(self._acks)
+        for ack in acks:
+            self._late_at_s.pop(ack.job_id, None)
+        return acks, _drain(self._notices)
+
+    def overdue(self) -> dict[int, str]:
+        """Imports that are not acknowledged although even their quarantine should be over, and what keeps them.
+
+        Their acknowledgement may still come. Call after `take`.
+        """
+        now = time.monotonic()
+        late = [job_id for job_id, late_at_s in self._late_at_s.items() if now >= late_at_s]
+        why = (self._doing() if late else "") or "the transport cannot close the endpoint"
+        return dict.fromkeys(late, why)
+
+    def stuck(self) -> str:
+        """Why the thread does not go on; "" = it does."""
+        return self._doing() if self._endpoint.done() and time.monotonic() - self._beat_s >= self._stall_s else ""
+
+    def _doing(self) -> str:
+        """What the round under way is in; "" = it began just now."""
+        age_s = time.monotonic() - self._beat_s
+        if age_s < self._quarantine_s / 4:
+            return ""
+        call = self._metered.call if self._metered is not None else None
+        where = f"transport call {call[0]}({call[1]})" if call is not None else "copy or command"
+        return f"the transfer thread of rank {self._rank} has been inside one {where} for {age_s:.1f} s"
 
     def stop(self, timeout_s: float) -> None:
         """Cancels imports, closes every endpoint, deregisters, ends the thread. Idempotent.
@@ -91,13 +133,14 @@ class TransferThread:
             self._serve(cleanup)
 
     def _serve(self, cleanup: contextlib.ExitStack) -> None:
-        transport: Transport | None = None
+        transport: MeteredTransport | None = None
         try:
             cleanup.enter_context(self._memory.held(self._agent))
-            transport = self._make_transport(self._agent)
+            transport = self._metered = MeteredTransport(self._make_transport(self._agent))
             for address, num_bytes in self._memory.slabs:
                 transport.register(address, num_bytes)
             importer = self._make_importer(transport)
+            self._beat_s = time.monotonic()
             self._endpoint.set_result(self._memory.endpoint(self._rank, self._agent, transport.metadata()))
             self._loop(transport, importer)
         except BaseException as error:
@@ -110,7 +153,7 @@ class TransferThread:
             if transport is not None:
                 transport.close()
 
-    def _loop(self, transport: Transport, importer: Importer) -> None:
+    def _loop(self, transport: MeteredTransport, importer: Importer) -> None:
         wait_s = 0.0
         while True:
             try:
@@ -141,12 +184,16 @@ class TransferThread:
                 transport.notify(notice.endpoint.agent, notice.payload)
                 self._last_notice_s = time.monotonic()
             except TransferError as error:  # the lease runs out by itself
-                self.failed_notices += 1
                 _log.debug("notice to %s not sent: %s", notice.endpoint.agent, error)
 
-    def _round(self, transport: Transport, importer: Importer) -> bool:
+    def _round(self, transport: MeteredTransport, importer: Importer) -> bool:
+        self._beat_s = time.monotonic()
         moved = importer.pump()
-        for ack in importer.take_acks():
+        acks = importer.take_acks()
+        if acks or transport.changed:
+            self.report = TransferReport(peers=transport.take_traffic(), staging_slots=importer.staging.memory.shape[0],
+                                         staging_slots_free=importer.staging.num_free)
+        for ack in acks:
             self._acks.put(ack)
         for message in transport.notices():
             self._notices.put(message)

@@ -63,7 +63,10 @@ class Transport(Protocol):
         """Messages that peers sent since the last call. Never blocks."""
 
     def disconnect(self, peer: str) -> None:
-        """Aborts the peer's reads, releases their handles, closes the endpoint. Idempotent."""
+        """Aborts the peer's reads, releases their handles, closes the endpoint. Idempotent.
+
+        May take long, and may start the reads of other peers anew. Raises TransferError: not done, the reads may still write.
+        """
 
     def close(self) -> None:
         """Disconnects every peer, deregisters, destroys the agent. Idempotent."""

@@ -23,6 +23,8 @@ from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 START_TIMEOUT_S = 120.0
 DRAIN_S = 1.0
 """A READ past its deadline gets this long to end by itself before its endpoint is closed."""
+CLOSE_S = 10.0
+"""Closing an endpoint may take this long, e.g. to register a large pool with a new agent, before its imports are overdue."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +108,10 @@ class PDConnectorWorker:
                             copy_engine=stream.copy, ready=stream.is_open)
 
         self._thread = TransferThread(
-            memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S,
-            make_transport=make_transport_here, make_importer=make_importer)
+            memory, engine_id=engine_id, incarnation=incarnation, rank=rank, drain_s=DRAIN_S, close_s=CLOSE_S,
+            stall_s=config.transfer_deadline_s, make_transport=make_transport_here, make_importer=make_importer)
+        self._told: tuple[list[int], bool] = ([], False)
+        self._reported = self._thread.report
 
     def handshake(self) -> RankEndpoint:
         """Address of this rank for peers; give it to PDConnectorScheduler.set_endpoints.
@@ -136,9 +140,13 @@ class PDConnectorWorker:
         acks, notices = self._thread.take()
         for ack in acks:
             self._stream.forget(ack.job_id)
-        if not acks and not notices:
+        overdue, stuck, report = self._thread.overdue(), self._thread.stuck(), self._thread.report
+        told, self._told = self._told, (sorted(overdue), bool(stuck))
+        fresh, self._reported = report is not self._reported, report
+        if not (acks or notices or fresh or told != self._told):
             return None
-        return PDOutput(rank=self._rank, incarnation=self._incarnation, acks=tuple(acks), notices=tuple(notices))
+        return PDOutput(rank=self._rank, incarnation=self._incarnation, acks=tuple(acks), notices=tuple(notices),
+                        overdue=overdue, stuck=stuck, report=report if fresh else None)
 
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""

@@ -38,7 +38,7 @@ class HostPool:
         is_shared: other processes may map it; only the writer rank writes.
         path: file behind a shared pool, else None.
         keys: numpy uint8 [num_blocks, 32]; row_masks, generations, incarnations: numpy uint64 [num_blocks] (views).
-        address, nbytes: of the body, page-aligned.
+        address, nbytes: of the body, page-aligned. mapped_bytes: of body and headers.
         device_masks: int64 [num_blocks], where `mark_rows` sets bits. Once pinned, on the device: a page's mask is then this
             or'ed with `row_masks`, which has what the CPU knows (imports, completed spills). Else it *is* `row_masks`.
     """
@@ -57,7 +57,7 @@ class HostPool:
         self.num_blocks = num_blocks
         self.path = path
         self.is_shared = path is not None
-        self.nbytes = num_blocks * layout.host_block_bytes
+        self.nbytes, self.mapped_bytes = num_blocks * layout.host_block_bytes, len(memory)
         self._memory: mmap.mmap | None = memory
         self._fd = fd
         start = body_offset(num_blocks)

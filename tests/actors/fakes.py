@@ -34,6 +34,7 @@ class FakeCore:
         self.leases = False
         self.idle = True
         self.broken = ""
+        self.trouble = ""
         self.shut = False
         self.threads: set[str] = set()
 
@@ -71,6 +72,9 @@ class FakeCore:
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self.outputs = self.outputs, []
         return outputs
+
+    def problem(self) -> str:
+        return self.trouble
 
     def has_work(self) -> bool:
         return bool(self.left or self.outputs or self.leases)

@@ -92,6 +92,16 @@ def test_slow_empty_steps_back_off_too(make: Make) -> None:
     assert core.steps - before <= 9
 
 
+def test_health_repeats_the_problem_of_a_core_that_still_steps(make: Make) -> None:
+    loop, core, _ = make()
+    core.leases = True  # turns go on
+    core.trouble = "the transfer thread of rank 1 does not go on"
+    until(lambda: not loop.health().ok)
+    assert loop.health().reason == core.trouble and loop.dead is None
+    core.trouble = ""
+    until(lambda: loop.health().ok)
+
+
 def test_health_sees_a_stuck_step(make: Make) -> None:
     loop, core, _ = make(stall_s=0.15)
     core.block = threading.Event()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,59 +20,116 @@ from hisparse.types import RequestPages
 from tests.pd.rig import LAYOUT, RankMemory
 
 SEED = 1
+CANARY = 0xC5
 
 
-def serve(conn: Connection, engine_id: str, incarnation: int, config: dict[str, Any]) -> None:
-    """Steps an engine every 2 ms and obeys: ("grant", id, pages), ("bump", pages), ("expired",), ("stats",), ("stop",)."""
-    memory = RankMemory(SEED)
-    settings = PDConfig(**config)
-    worker = PDConnectorWorker(LAYOUT, settings, cache=memory.cache, host_pool=memory.pool, engine_id=engine_id,
-                               incarnation=incarnation, rank=0, host_writer=True)
-    scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
-    scheduler.set_endpoints([worker.handshake()])
+class PrefillEngine:
+    """Its rank's memory and both halves. Obeys: ("grant", id, pages), ("bump", blocks), ("reuse", pages), ("lease", seconds),
+    ("expired",), ("stats",)."""
+
+    def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any], **sizes: int) -> None:
+        self.memory = RankMemory(SEED, **sizes)
+        settings = PDConfig(role="prefill", **config)
+        self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
+                                        engine_id=engine_id, incarnation=incarnation, rank=0, host_writer=True)
+        self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
+        self.scheduler.set_endpoints([self.worker.handshake()])
+        self.steps, self.ended = 0, list[str]()
+
+    def step(self) -> None:
+        self.steps += 1
+        self.worker.start_step(self.scheduler.build_metadata(self.steps))
+        self.worker.end_step()
+        output = self.worker.output()
+        self.scheduler.update([output] if output is not None else [])
+        self.scheduler.check()
+        self.ended += self.scheduler.take_expired()
+
+    def obey(self, order: tuple[Any, ...]) -> Any:
+        if order[0] == "grant":
+            pages = order[2]
+            return dict(self.scheduler.grant(order[1], pages, self.memory.generations_of(pages), prompt_digest="d" * 64))
+        if order[0] == "bump":
+            self.memory.cache.generations[order[1]] += np.uint64(1)
+            return "bumped"
+        if order[0] == "reuse":
+            self._reuse(order[1])
+            return "reused"
+        if order[0] == "lease":
+            self.scheduler._config = self.scheduler._config.model_copy(update={"lease_s": order[1]})
+            return "set"
+        if order[0] == "expired":
+            ended, self.ended = self.ended, []
+            return ended
+        assert order[0] == "stats"
+        return self.scheduler.stats()
+
+    def _reuse(self, pages: RequestPages) -> None:
+        """The pages belong to somebody else now: the generation first, then the bytes."""
+        blocks = [*pages.indexer_blocks, *(block for group in pages.resident_blocks for block in group if block)]
+        hosts = [block for block in pages.host_blocks if block]
+        self.memory.cache.generations[blocks] += np.uint64(1)
+        self.memory.pool.generations[hosts] += np.uint64(1)
+        assert self.memory.memory.host is not None
+        self.memory.memory.device[blocks] = CANARY
+        self.memory.memory.host[:, hosts] = CANARY
+
+
+def serve(conn: Connection, engine_id: str, incarnation: int, tls: str, config: dict[str, Any]) -> None:
+    """Steps an engine every 2 ms until ("stop",)."""
+    if tls:
+        os.environ["UCX_TLS"] = tls
+    engine = PrefillEngine(engine_id, incarnation, config)
     conn.send(("ready", os.getpid()))
-    step, ended = 0, []
     while True:
-        step += 1
-        worker.start_step(scheduler.build_metadata(step))
-        worker.end_step()
-        output = worker.output()
-        scheduler.update([output] if output is not None else [])
-        scheduler.check()
-        ended += scheduler.take_expired()
+        engine.step()
         if not conn.poll(0.002):
             continue
         order = conn.recv()
-        if order[0] == "grant":
-            conn.send(dict(scheduler.grant(order[1], order[2], memory.generations_of(order[2]), prompt_digest="d" * 64)))
-        elif order[0] == "bump":
-            memory.cache.generations[order[1]] += np.uint64(1)
-            conn.send("bumped")
-        elif order[0] == "expired":
-            conn.send(ended)
-            ended = []
-        elif order[0] == "stats":
-            conn.send(scheduler.stats())
-        else:
-            worker.shutdown()
+        if order[0] == "stop":
+            engine.worker.shutdown()
             conn.send("stopped")
             return
+        conn.send(engine.obey(order))
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter: T = stopped, Z = dead and not waited for; X = gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def wait_for_state(pid: int, states: str) -> None:
+    """A signal is obeyed some time after it was sent."""
+    deadline = time.monotonic() + 5.0
+    while process_state(pid) not in states:
+        assert time.monotonic() < deadline, f"process {pid} is {process_state(pid)}, not {states}"
+        time.sleep(0.001)
 
 
 class PrefillProcess:
-    """Handle of a `serve` process."""
+    """Handle of a `serve` process. They are forked from a server that has imported everything.
 
-    def __init__(self, engine_id: str, incarnation: int, **config: Any) -> None:
-        context = mp.get_context("spawn")
+    Args:
+        tls: UCX_TLS, the transports that UCX may use; "" = its own choice.
+    """
+
+    def __init__(self, engine_id: str, incarnation: int, *, tls: str = "", **config: Any) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self.conn, far = context.Pipe()
-        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, config), daemon=True)
+        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, tls, config), daemon=True)
         self.process.start()
         self.ready = False
+        self.pid = 0
 
     def wait_ready(self) -> PrefillProcess:
         if not self.ready:
             assert self.conn.poll(60), "the prefill process did not start"
-            assert self.conn.recv()[0] == "ready"
+            word, self.pid = self.conn.recv()
+            assert word == "ready"
             self.ready = True
         return self
 
@@ -93,11 +153,20 @@ class PrefillProcess:
         return [], timeout_s
 
     def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self.wait_ready().pid, number)
+
+    def freeze(self) -> None:
+        """Returns when no thread of it runs any more."""
+        self.signal(signal.SIGSTOP)
+        wait_for_state(self.pid, "T")
+
+    def wait_awake(self) -> None:
+        """Until it answers, so its threads ran, or has ended."""
+        with contextlib.suppress(OSError, EOFError):
+            self.ask("stats")
 
     def end(self) -> None:
-        if self.process.is_alive():
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGCONT)
+            os.kill(self.process.pid or 0, signal.SIGKILL)
         self.process.join(10)

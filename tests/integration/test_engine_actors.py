@@ -32,9 +32,9 @@ def free_cpus() -> float:
 
 
 def assert_given_back(cpus: float) -> None:
-    deadline = time.monotonic() + 15
-    while abs(free_cpus() - cpus) > 1e-6:
-        assert time.monotonic() < deadline, "the placement group was not removed"
+    deadline = time.monotonic() + 30
+    while free_cpus() < cpus - 1e-6:
+        assert time.monotonic() < deadline, f"{free_cpus()} of {cpus} CPUs are free: the placement group was not removed"
         time.sleep(0.2)
 
 
@@ -64,7 +64,7 @@ def test_two_ranks_share_one_pool() -> None:
         assert [actor.label for actor in find_actors(actor_prefix("test-ranks"))] == [identity.actor_name]
         assert engine.segment is not None
         pool = Path(engine.segment.path)
-        assert pool.stat().st_size == engine.segment.nbytes
+        assert pool.stat().st_size == engine.segment.nbytes == stats["host_pool_bytes"]
     finally:
         engine.stop()
         engine.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import PDCommand
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork, LoopbackTransport
+from hisparse.pd.transport import Transport
 from hisparse.types import ImportTarget, Landing, RequestPages
 from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
 
@@ -25,7 +26,7 @@ class Replica:
     """An engine without a model: `num_ranks` workers and the scheduler half, joined by Multi connectors."""
 
     def __init__(self, name: str, network: LoopbackNetwork, *, num_ranks: int = 1, seed: int = 1, incarnation: int = 5,
-                 **config: Any) -> None:
+                 make_transport: Callable[[str], Transport] | None = None, **config: Any) -> None:
         settings = PDConfig(**config)
         self.faults = LoopbackFaults()
         self.memories = [RankMemory(seed) for _ in range(num_ranks)]
@@ -34,7 +35,7 @@ class Replica:
         self.workers = [PDConnectorWorker(
             LAYOUT, settings, cache=memory.cache, host_pool=pools if rank == 0 else memory.pool, engine_id=name,
             incarnation=incarnation, rank=rank, host_writer=rank == 0,
-            make_transport=lambda agent: LoopbackTransport(agent, network=network, faults=self.faults))
+            make_transport=make_transport or (lambda agent: LoopbackTransport(agent, network=network, faults=self.faults)))
             for rank, memory in enumerate(self.memories)]
         self.pd.set_endpoints([worker.handshake() for worker in self.workers])
         self.scheduler = MultiSchedulerConnector([self.pd])
@@ -43,6 +44,7 @@ class Replica:
         self.loaded: list[str] = []
         self.failed: dict[str, str] = {}
         self.drained: list[str] = []
+        self.overdue: dict[str, str] = {}
         self.ended: list[str] = []
 
     def step(self) -> None:
@@ -59,6 +61,7 @@ class Replica:
         self.loaded += events.loaded
         self.failed |= events.failed
         self.drained += events.drained
+        self.overdue |= events.overdue
         self.ended += self.pd.take_expired()
         self.scheduler.check()
 

@@ -1,0 +1,157 @@
+"""A decode engine without a model over real NIXL, whose READs a test can hold at a chosen one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hisparse.config import PDConfig
+from hisparse.connector.base import LoadEvents
+from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
+from hisparse.pd.nixl import NixlRead, NixlTransport
+from hisparse.pd.transport import Descriptors
+from hisparse.types import ImportTarget, Landing, RequestPages
+from tests.integration.nixl_prefill import SEED
+from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
+
+LOWER_DEVICE, LOWER_HOST = 64, 32
+PAGES = 6
+TOKENS = 22
+HELD = [True, False, True, True, False, True]
+"""Which pages prefill serves from its GPU pages; the others from its host pool."""
+SOURCE = pick_pages(5, PAGES, TOKENS, resident=HELD, host=[not held for held in HELD])
+
+
+class GatedTransport(NixlTransport):
+    """Calls `gate(number, descriptors)` on the transfer thread before each READ is posted. `posted`, `done`: so far."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.gate: Callable[[int, Descriptors], None] = lambda number, descriptors: None
+        self.posted = self.done = 0
+
+    def restart(self, gate: Callable[[int, Descriptors], None]) -> None:
+        """From here on READs are counted from 0."""
+        self.gate, self.posted, self.done = gate, 0, 0
+
+    def read(self, peer: str, descriptors: Descriptors) -> NixlRead:
+        self.gate(self.posted, descriptors)
+        handle = super().read(peer, descriptors)
+        self.posted += 1
+        return handle
+
+    def poll(self, handle: NixlRead) -> bool:
+        done = super().poll(handle)
+        self.done += done
+        return done
+
+
+class Decode:
+    """Both halves and the rank's memory, in this process. One staging slot at a time: a staged READ waits for the last."""
+
+    def __init__(self, *, incarnation: int = 77, **config: Any) -> None:
+        settings = PDConfig(role="decode", staging_slots=2, staging_slot_pages=2, **config)
+        self.memory = RankMemory(2, device_blocks=2 * LOWER_DEVICE, host_blocks=2 * LOWER_HOST)
+        self.transport: GatedTransport | None = None
+        self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
+                                        engine_id="d", incarnation=incarnation, rank=0, host_writer=True,
+                                        make_transport=self._make)
+        self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id="d", incarnation=incarnation, num_ranks=1)
+        self.scheduler.set_endpoints([self.worker.handshake()])
+        self.steps = 0
+
+    def _make(self, name: str) -> GatedTransport:
+        self.transport = GatedTransport(name)
+        return self.transport
+
+    def step(self) -> LoadEvents:
+        self.steps += 1
+        self.worker.start_step(self.scheduler.build_metadata(self.steps))
+        self.worker.end_step()
+        output = self.worker.output()
+        events = self.scheduler.update([output] if output is not None else [])
+        self.scheduler.check()
+        return events
+
+    def run(self, request_id: str, timeout_s: float, *, watch: Callable[[], None] = lambda: None) -> tuple[str, float]:
+        """Steps until the request's load ends: ("" or the reason, seconds)."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            events = self.step()
+            watch()
+            if request_id in events.loaded:
+                self.step()
+                return "", time.monotonic() - started
+            if request_id in events.failed:
+                self.step()
+                return events.failed[request_id], time.monotonic() - started
+            time.sleep(0.002)
+        raise AssertionError(f"{request_id} neither loaded nor failed within {timeout_s} s")
+
+    def offer(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Prefill's answer is here; nothing is read yet."""
+        assert self.scheduler.add_remote(request_id, params) == TOKENS
+
+    def start(self, request_id: str, params: Mapping[str, Any] | None, landing: Landing, seed: int, *,
+              upper: bool = False) -> RequestPages:
+        """Begins an import into pages of the lower half of both pools, or of the upper one: never the same page. No params:
+        they were offered before."""
+        if params is not None:
+            self.offer(request_id, params)
+        resident = [True] * PAGES if landing is Landing.RESIDENT else [i == PAGES - 1 for i in range(PAGES)]
+        target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[True] * PAGES)
+        if upper:
+            target = replace(
+                target, indexer_blocks=_raised(target.indexer_blocks, LOWER_DEVICE),
+                resident_blocks=tuple(_raised(group, LOWER_DEVICE) for group in target.resident_blocks),
+                host_blocks=_raised(target.host_blocks, LOWER_HOST))
+        assert self.scheduler.choose_landing(request_id, landing is Landing.RESIDENT, True) is landing
+        self.scheduler.start_import(request_id, ImportTarget(landing=landing, pages=target))
+        return target
+
+    def scribble(self, target: RequestPages, value: int) -> None:
+        """The pages belong to somebody else, who fills them."""
+        device, host = self._blocks(target)
+        self.memory.memory.device[device] = value
+        assert self.memory.memory.host is not None
+        self.memory.memory.host[:, host] = value
+
+    def untouched(self, target: RequestPages, value: int) -> bool:
+        """Nobody wrote to the pages since `scribble`."""
+        device, host = self._blocks(target)
+        assert self.memory.memory.host is not None
+        return bool((self.memory.memory.device[device] == value).all() and (self.memory.memory.host[:, host] == value).all())
+
+    def check_bytes(self, target: RequestPages, landing: Landing) -> None:
+        """Every page is what prefill's memory held before any fault, by the content rule of `RankMemory`."""
+        far, near = RankMemory(SEED), self.memory
+        for i in range(PAGES):
+            assert (near.indexer_row(target.indexer_blocks[i]) == far.indexer_row(SOURCE.indexer_blocks[i])).all()
+            for layer in range(LAYOUT.shape.num_layers):
+                want = expected_page(far, SOURCE, i, layer)
+                if landing is Landing.HOST:
+                    assert (near.host_row(layer, target.host_blocks[i]) == want).all()
+                blocks = [group[i] for group in target.resident_blocks]
+                if all(blocks):
+                    assert (near.resident_row(layer, blocks) == want).all()
+        if landing is Landing.HOST:
+            masks = near.pool.row_masks[list(target.host_blocks)]
+            assert [int(mask) for mask in masks] == [0b1111] * (PAGES - 1) + [0b11], "22 tokens: 2 rows in page 5"
+
+    def check_quiet(self) -> None:
+        """Nothing is in flight, every staging slot is free, the transfer thread goes on."""
+        stats = self.scheduler.stats()
+        assert stats.imports_in_flight == 0 and stats.staging_slots_free == stats.staging_slots == 2
+        assert self.scheduler.problem() == "" and stats.imports_overdue == 0
+        self.worker._thread.raise_error()
+
+    @staticmethod
+    def _blocks(target: RequestPages) -> tuple[list[int], list[int]]:
+        device = [*target.indexer_blocks, *(block for group in target.resident_blocks for block in group if block)]
+        return device, list(target.host_blocks)
+
+
+def _raised(blocks: tuple[int, ...], by: int) -> tuple[int, ...]:
+    return tuple(block + by if block else 0 for block in blocks)
