@@ -21,7 +21,7 @@ DOORS = {
     "cupy": ("ops/",),
     "transformers": ("engine/models/", "testing/", "demo/"),
     "fastapi": ("serve/",),
-    "typer": ("cli.py", "demo/"),
+    "typer": ("cli/", "demo/"),
 }
 NO_TORCH = ("cache/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
 
