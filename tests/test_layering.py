@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
-    "cli", "serve", "actors", "pd", "engine", "connector", "worker", "cache", "ops", "config", "layout", "types", "errors",
+    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "config",
+    "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}

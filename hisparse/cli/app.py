@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hisparse.cli import demo, serve, status
+from hisparse.cli import demo, serve, status, trace
 from hisparse.cli.console import err, out
 from hisparse.errors import ConfigError, HiSparseError
 
@@ -32,12 +32,13 @@ def _root(
 app.command()(serve.serve)
 app.command()(status.status)
 app.command()(demo.demo)
+app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:
     """Entry point. A mistake of the caller ends with one message and status 2, a failure with status 1."""
     try:
-        app()
+        app(prog_name="hisparse")
     except ConfigError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
