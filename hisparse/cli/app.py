@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hisparse.cli import demo, serve, status, trace
+from hisparse.cli import demo, plan, serve, status, trace
 from hisparse.cli.console import err, out
 from hisparse.errors import ConfigError, HiSparseError
 
@@ -30,6 +30,7 @@ def _root(
 
 
 app.command()(serve.serve)
+app.command()(plan.plan)
 app.command()(status.status)
 app.command()(demo.demo)
 app.add_typer(trace.app, name="trace")
