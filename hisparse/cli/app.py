@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
-from hisparse.cli import demo, plan, serve, status, trace
+from hisparse.cli import demo, doctor, plan, serve, status, trace
 from hisparse.cli.console import err, out
 from hisparse.errors import ConfigError, HiSparseError
 
@@ -18,7 +18,10 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 def _version(wanted: bool) -> None:
     if wanted:
-        out.print(f"hisparse {version('hisparse')}", highlight=False)
+        try:
+            out.print(f"hisparse {version('hisparse')}", highlight=False)
+        except PackageNotFoundError:
+            out.print("hisparse, not installed: run from a source tree")
         raise typer.Exit
 
 
@@ -31,6 +34,7 @@ def _root(
 
 app.command()(serve.serve)
 app.command()(plan.plan)
+app.command()(doctor.doctor)
 app.command()(status.status)
 app.command()(demo.demo)
 app.add_typer(trace.app, name="trace")
