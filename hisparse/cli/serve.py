@@ -26,7 +26,14 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print configuration and memory plan only.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the OpenAI-compatible service until Ctrl-C. Starts Ray here if there is none."""
+    """Run the OpenAI-compatible service until Ctrl-C. Starts Ray here if there is none.
+
+    \b
+    Examples:
+      hisparse serve deploy/ray/local.yaml
+      hisparse serve --model /path/to/checkpoint --set cache.host_pool_gib=8
+      hisparse serve deploy/ray/local.yaml --dry-run
+    """
     resolved = read_configuration(config, model, sets or [])
     plans = [MemoryPlan.of(resolved.for_role(role)) for role in _roles(resolved)]
     if dry_run:

@@ -8,6 +8,7 @@ import urllib.request
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from hisparse.cli.console import AsJson, out
@@ -21,7 +22,15 @@ def status(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="If the service wants one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the engines of a running service: health, requests, tiers, pending spills, leases."""
+    """Show the engines of a running service: health, requests, tiers, pending spills, leases.
+
+    Exit code 1 if an engine is unhealthy, or if its accounts do not balance.
+
+    \b
+    Examples:
+      hisparse status
+      hisparse status --url http://gateway:8000 --check --json
+    """
     request = urllib.request.Request(f"{url.rstrip('/')}/stats{'?check=1' if check else ''}")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
@@ -42,16 +51,20 @@ def status(
 
 
 def _print_status(data: dict[str, Any]) -> None:
-    names = ("running", "waiting", "loading", "held", "finished", "preemptions", "import_failures", "check")
-    table = Table("engine", "health", *names, title=f"model {data['model']}", title_justify="left")
+    now, since = ("running", "waiting", "loading", "held"), ("finished", "preemptions", "import_failures", "check")
+    table = Table("engine", "health", title=escape(f"model {data['model']}"), title_justify="left")
+    for name in now:
+        table.add_column(name, justify="right")
     for item in data["engines"]:
-        health = "ok" if item["health"].get("ok") else f"[red]{item['health'].get('reason')}[/red]"
-        table.add_row(item["engine"], health, *(str(item.get(name, "-")) for name in names))
+        health = "ok" if item["health"].get("ok") else f"[red]{escape(str(item['health'].get('reason')))}[/red]"
+        table.add_row(escape(item["engine"]), health, *(str(item.get(name, "-")) for name in now))
     out.print(table)
     for item in data["engines"]:
-        cache = Table("cache", "value", title=item["engine"], title_justify="left")
+        details = Table("since its start, and its cache", title=escape(item["engine"]), title_justify="left")
+        details.add_column("value", justify="right")
         if item.get("hot_region_rows"):
-            cache.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
-        for key, value in (item.get("cache") or {}).items():
-            cache.add_row(key, str(value))
-        out.print(cache)
+            details.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
+        values = {name: item[name] for name in since if name in item} | (item.get("cache") or {})
+        for key, value in values.items():
+            details.add_row(escape(key), f"{value:,}" if type(value) is int else escape(str(value)))
+        out.print(details)

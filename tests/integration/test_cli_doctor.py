@@ -32,5 +32,6 @@ def test_every_node_is_examined(cluster: str) -> None:
 
 def test_without_a_cluster_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-m", "hisparse.cli", "doctor", "--ray"], cwd=ROOT,
-                          env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}, capture_output=True, text=True, timeout=60, check=False)
+                          env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}, capture_output=True, text=True, timeout=60,
+                          check=False)
     assert done.returncode == 1 and "ray start --head" in done.stderr and "Traceback" not in done.stderr, done.stderr
