@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
 import statistics
@@ -49,8 +50,7 @@ class Machine:
         torch_cuda = None if built is None else (int(built.split(".")[0]), int(built.split(".")[1]))
         if not torch.cuda.is_available():
             return cls(devices=(), driver_cuda=None, torch_cuda=torch_cuda)
-        binding: Any = torch._C
-        code = int(binding._cuda_getDriverVersion())
+        code = _driver_code()
         devices = []
         for index in range(torch.cuda.device_count()):
             facts: Any = torch.cuda.get_device_properties(index)
@@ -58,7 +58,8 @@ class Machine:
             pci = None if bus is None else f"{facts.pci_domain_id:04x}:{bus:02x}:{facts.pci_device_id:02x}.0"
             devices.append(Device(index=index, name=facts.name, capability=(facts.major, facts.minor),
                                   memory_bytes=facts.total_memory, pci=pci))
-        return cls(devices=tuple(devices), driver_cuda=(code // 1000, code % 1000 // 10), torch_cuda=torch_cuda)
+        driver_cuda = (code // 1000, code % 1000 // 10) if code else None
+        return cls(devices=tuple(devices), driver_cuda=driver_cuda, torch_cuda=torch_cuda)
 
 
 def probe_devices(needs: Needs, *, machine: Machine | None = None, root: Path = Path("/")) -> Iterator[Finding]:
@@ -113,6 +114,8 @@ def probe_rates(needs: Needs, *, machine: Machine | None = None, root: Path = Pa
     for device in machine.devices:
         rates = (measure or Rates.measure)(device.index)
         link = link_gb_per_s(device, root)
+        if link is not None and max(rates.to_device, rates.to_host) > link:
+            link = None  # a virtual machine shows a link that is not there
         text = (f"to the device {rates.to_device:.1f}, to the host {rates.to_host:.1f}, rows gathered {rates.gather:.1f} GB/s"
                 + (f" (link {link:.0f})" if link else ""))
         slowest = min(rates.to_device, rates.to_host, rates.gather)
@@ -213,6 +216,15 @@ def _place(device: Device, root: Path) -> str:
     except (OSError, ValueError):
         node = -1
     return f", NUMA node {node}" if node >= 0 else ""
+
+
+def _driver_code() -> int:
+    """Newest CUDA that the driver supports. Example: 13000 for 13.0; 0 where the driver's library does not load."""
+    code = ctypes.c_int()
+    try:
+        return code.value if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(code)) == 0 else 0
+    except OSError:
+        return 0
 
 
 def _driver_name(root: Path) -> str:

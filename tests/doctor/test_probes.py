@@ -184,6 +184,16 @@ def test_an_agent_that_crashes_or_hangs_is_a_failure(code: str, status: Status, 
     assert finding.status is status and finding.text == text and bool(finding.fix) is (status is Status.FAIL)
 
 
+def test_a_link_slower_than_what_was_measured_is_not_believed(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "max_link_width").write_text("1\n")
+    (folder / "max_link_speed").write_text("2.5 GT/s PCIe\n")
+    rates = Rates(to_device=53.0, to_host=52.0, gather=0.1)
+    (finding,) = probe_rates(Needs(), machine=GPU, root=tmp_path, measure=lambda index: rates)
+    assert finding.status is Status.OK and "link" not in finding.text
+
+
 def node(**resources: float) -> Node:
     return Node(node_id="1", address="10.0.0.1", name="a", resources=resources)
 
