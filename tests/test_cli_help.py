@@ -13,7 +13,8 @@ from hisparse.cli import console
 from tests.test_cli import run
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = [("serve",), ("plan",), ("doctor",), ("status",), ("demo",), ("trace",), ("trace", "synth"), ("trace", "replay")]
+COMMANDS = [("serve",), ("plan",), ("doctor",), ("status",), ("demo",), ("trace",), ("trace", "synth"), ("trace", "record"),
+            ("trace", "replay")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -40,7 +40,27 @@ def test_synth_then_replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert len(root.findall(".//{http://www.w3.org/2000/svg}g")) == 2
 
 
+def test_record_then_replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The bundled checkpoint: layers 0, 2 and 4 own an indexer of top_k 256."""
+    prompt, path = tmp_path / "prompt.txt", tmp_path / "mine.npz"
+    prompt.write_text("The access code of the harbor is 4921. " * 12)
+    assert run(monkeypatch, "trace", "record", str(path), "--model", "recall", "--prompt", str(prompt), "--max-tokens", "6",
+               "--set", "cache.host_pool_gib=0.05", "--set", "model.max_model_len=1024", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["series"] == [f"request 0, layer {layer}" for layer in (0, 2, 4)] and facts["steps"] == 6
+    with np.load(path) as data:
+        first = facts["prompt_tokens"] + 1
+        assert data["lengths"].tolist() == [list(range(first, first + 6))] * 3
+        assert data["positions"].shape == (3, 6, min(256, first + 5))
+    assert run(monkeypatch, "trace", "replay", str(path), "--hot-rows", "512", "--policy", "lru", "--policy", "clock") == 0
+    table = capsys.readouterr().out
+    assert all(f"│ request 0, layer {layer} " in table for layer in (0, 2, 4))
+
+
 @pytest.mark.parametrize(("args", "text"), [
+    (["record", "t.npz", "--model", "recall", "--prompt", "/no/such.txt"], "cannot read the prompt"),
+    (["record", "t.csv", "--model", "recall", "--prompt", "README.md"], "name it t.npz"),
+    (["record", "t.npz", "--model", "/no/model", "--prompt", "README.md"], "no checkpoint"),
     (["replay", "--kind", "lazy"], "no kind of layer is named 'lazy'"),
     (["replay", "/no/such.npz"], "cannot read the trace"),
     (["replay", "/no/such.npz", "--kind", "scan"], "leave one of them out"),

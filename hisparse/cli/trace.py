@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,13 @@ from rich.table import Table
 
 from hisparse.cli import chart
 from hisparse.cli.console import AsJson, err, out
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, HiSparseError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich",
                   help="Traces of the positions that sparse layers select: make them, and replay them through policies.")
 HOT_ROWS = (3072, 4096, 6144, 8192)
 STEPS, WARM = 260, 140
-NAMES = {"clock": "CLOCK", "lru": "LRU", "stamp": "stamp LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
+NAMES = {"clock": "CLOCK", "lru": "LRU", "stamp": "stamp", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
 
 Kinds = Annotated[list[str] | None, typer.Option("--kind", help="sticky, typical, volatile or scan. Repeatable; default all.")]
 Steps = Annotated[int, typer.Option(help="Decode steps to make.", min=1)]
@@ -117,6 +118,66 @@ def replay(
     _print(rows, names)
     if plot is not None:
         err.print(f"chart: {plot}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def record(
+    path: Annotated[Path, typer.Argument(metavar="OUT.npz", help="Trace file to write.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or 'recall'.")],
+    prompt: Annotated[Path, typer.Option(help="Text file: the prompt.")],
+    max_tokens: Annotated[int, typer.Option(help="Decode steps to record.", min=1)] = 256,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value. Repeatable.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Record what one request selects, layer by layer, on an engine in this process.
+
+    To record real traffic, give a running service a directory: hisparse serve ... --set trace.directory=DIR
+
+    \b
+    Examples:
+      hisparse trace record mine.npz --model recall --prompt README.md
+      hisparse trace record mine.npz --model PATH --prompt t.txt --max-tokens 99
+    """
+    from hisparse.cli.configuration import read_configuration
+    from hisparse.config import model_path
+    from hisparse.engine.tokenizer import Tokenizer
+    from hisparse.trace.trace_file import Trace, check_name
+
+    check_name(path)
+    try:
+        text = prompt.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt {prompt}: {error.strerror}") from error
+    with tempfile.TemporaryDirectory(prefix="hisparse-trace-") as folder:
+        config = read_configuration(None, model, [*(sets or []), f"trace.directory={folder}", f"trace.steps={max_tokens}"])
+        token_ids = Tokenizer(model_path(config.model)).encode(text)
+        _generate(config.for_role("colocated"), token_ids, max_tokens)
+        files = list(Path(folder).glob("*.npz"))
+        if not files:
+            raise HiSparseError(f"nothing was recorded: the answer ended at its first token; raise --max-tokens ({max_tokens})")
+        found = Trace.load(files[0])
+    found.save(path)
+    facts = {"path": str(path), "bytes": path.stat().st_size, "series": [series.name for series in found.series],
+             "steps": len(found.series[0].steps), "prompt_tokens": len(token_ids)}
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        out.print(f"{path}: {len(found.series)} layers, {facts['steps']} steps after a prompt of {len(token_ids):,} tokens, "
+                  f"{facts['bytes']:,} bytes", highlight=False, soft_wrap=True)
+
+
+def _generate(config: Any, token_ids: list[int], max_tokens: int) -> None:
+    """One answer of an engine without Ray, to its full length."""
+    from hisparse.testing.local_engine import LocalEngine
+    from hisparse.types import SamplingParams
+
+    engine = LocalEngine(config)
+    try:
+        (answer,) = engine.generate([token_ids], SamplingParams(max_tokens=max_tokens + 1, ignore_eos=True))
+    finally:
+        engine.close()
+    if answer.error is not None:
+        raise HiSparseError(f"the engine did not answer: {answer.error}")
 
 
 def _synthesise(kinds: list[str] | None, steps: int, seed: int, changes: dict[str, Any], order: str) -> Any:

@@ -60,8 +60,7 @@ class Trace:
         Raises:
             ConfigError: another name, or the file cannot be written.
         """
-        if path.suffix != ".npz":
-            raise ConfigError(f"a trace is a .npz file, got {path}; name it {path.with_suffix('.npz')}")
+        check_name(path)
         num_steps = max((len(series.steps) for series in self.series), default=0)
         top_k = max((len(step) for series in self.series for step in series.steps), default=0)
         positions = np.full((len(self.series), num_steps, top_k), -1, dtype=np.int32)
@@ -106,6 +105,14 @@ class Trace:
             series.append(Series(name=name, steps=tuple(rows[j][rows[j] >= 0].astype(np.int64) for j in alive),
                                  lengths=tuple(lengths[j] for j in alive)))
         return cls(series=tuple(series), source=str(data["source"]))
+
+
+def check_name(path: Path) -> None:
+    """Raises ConfigError unless a trace may be written to `path`."""
+    if path.suffix != ".npz":
+        raise ConfigError(f"a trace is a .npz file, got {path}; name it {path.with_suffix('.npz')}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write the trace {path}: there is no directory {path.parent}")
 
 
 def _check(path: Path, data: dict[str, NDArray[Any]]) -> None:
