@@ -146,15 +146,6 @@ class RankEngine:
             sampled |= {row.request_id: token for row, token in zip(asked, self._sampler.sample(logits, asked))}
         return sampled
 
-    def shutdown(self) -> None:
-        """Drains the connectors' copies and releases memory. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            try:
-                self._save_selections()
-            finally:
-                self._connectors.shutdown()
-
     def _save_selections(self) -> None:
         """A trace that cannot be written ends nothing."""
         if self._recorder is None:
@@ -163,8 +154,15 @@ class RankEngine:
         try:
             if self._recorder.save(path, f"recorded from {self.config.model.path}, rank 0 of {self._parallel.size}"):
                 _log.info("selections are in %s", path)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             _log.error("%s", error)
+
+    def shutdown(self) -> None:
+        """Drains the connectors' copies and releases memory. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            self._save_selections()
+            self._connectors.shutdown()
 
 
 def make_recorder(config: HiSparseConfig, rank: int) -> SelectionRecorder | None:
