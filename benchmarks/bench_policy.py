@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_policy [--quick] [--order NAME] [--seeds N] [--json PATH] [--check]
 
-Selections come from `hisparse.testing.selection`, "ours" is the shipped state machine driven through `resolve`, row by row.
+Selections come from `hisparse.trace.selection`, "ours" is the shipped state machine driven through `resolve`, row by row.
 Bars: at most 1.05 x exact LRU + 10 rows per step for each kind of layer and size, and at 4,096 rows fewer than LRU summed
 over the kinds. Exit code 1 with --check if a bar is missed. Nothing is timed.
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.policy.policies import FIFO, LFU, LRU, Belady, Policy, Random
-from benchmarks.policy.shipped import Shipped
-from hisparse.testing.selection import LAYER_TYPES, Order, SelectionModel
+from hisparse.trace.policies import FIFO, LFU, LRU, Belady, Policy, Random
+from hisparse.trace.selection import LAYER_TYPES, Order, SelectionModel
+from hisparse.trace.shipped import Shipped
 
 SIZES = (3072, 4096, 6144, 8192)
 SUMMED = 4096

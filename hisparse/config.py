@@ -124,6 +124,14 @@ class EngineConfig(_Section):
     cuda_graphs: bool = Field(True, description="Replay decode steps as CUDA graphs; false: eager, to look for errors.")
 
 
+class TraceConfig(_Section):
+    """Recording of what decode steps select, to replay through policies (docs/traces.md). Off by default."""
+
+    directory: str | None = Field(None, description="Where rank 0 of each decoding engine writes one file when it stops.")
+    requests: int = Field(1, ge=1, description="The first requests of an engine that are recorded.")
+    steps: int = Field(512, ge=1, description="Of each of them; 4 bytes a step, index group and selected position are kept.")
+
+
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
@@ -161,6 +169,7 @@ class HiSparseConfig(_Section):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
+    trace: TraceConfig = TraceConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8)
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()

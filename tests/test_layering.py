@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
-    "cli", "serve", "actors", "pd", "engine", "connector", "worker", "cache", "ops", "config", "layout", "types", "errors",
+    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "config",
+    "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}
@@ -21,7 +22,7 @@ DOORS = {
     "cupy": ("ops/",),
     "transformers": ("engine/models/", "testing/", "demo/"),
     "fastapi": ("serve/",),
-    "typer": ("cli.py", "demo/"),
+    "typer": ("cli/", "demo/"),
 }
 NO_TORCH = ("cache/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
 

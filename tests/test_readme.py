@@ -50,3 +50,20 @@ def test_links_and_paths_exist() -> None:
     assert links and table
     for path in [*links, *table]:
         assert (ROOT / path).exists(), path
+
+
+def test_the_plan_shown_is_the_plan_printed() -> None:
+    shown = re.search(r"```\n\$ hisparse (plan .*)\n((?:.|\n)*?)```", README)
+    assert shown is not None
+    result = subprocess.run([sys.executable, "-m", "hisparse.cli", *shown[1].split()], cwd=ROOT, capture_output=True, text=True,
+                            timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [line.rstrip() for line in result.stdout.splitlines()] == shown[2].splitlines()
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if re.search("hisparse (plan|doctor|trace)", line)])
+def test_other_commands_exist(command: str) -> None:
+    arguments = [word for word in command.split()[1:] if not word.startswith("deploy/")]
+    result = subprocess.run([sys.executable, "-m", "hisparse.cli", *arguments, "--help"], cwd=ROOT, capture_output=True,
+                            text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -18,12 +20,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.util import get_current_placement_group, list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hisparse.errors import ConfigError, EngineDeadError
 
 NAMESPACE = "hisparse"
 """Ray namespace of every named actor of ours, whichever job started it."""
+
+CONNECT_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -141,18 +145,22 @@ def gather(pendings: Sequence[Pending], timeout_s: float) -> list[Any]:
 
 
 def start_actor(cls: type, *args: Any, label: str, name: str | None = None, num_cpus: float = 0.0, num_gpus: float = 0.0,
-                placement: PlacementGroup | None = None, bundle: int = -1, max_concurrency: int | None = None) -> Actor:
+                placement: PlacementGroup | None = None, bundle: int = -1, max_concurrency: int | None = None,
+                node_id: str | None = None) -> Actor:
     """Starts `cls(*args)` as an actor without restarts; it ends with the process that started it.
 
     Args:
         name: unique name in our namespace, for `find_actors`; None = unnamed.
         bundle: of `placement`; -1 = any.
+        node_id: of `cluster_nodes`: on this node or nowhere; not together with `placement`.
     """
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
     if placement is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=placement, placement_group_bundle_index=bundle
         )
+    if node_id is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     if name is not None:
         options |= {"name": name, "namespace": NAMESPACE}
     if max_concurrency is not None:
@@ -236,6 +244,42 @@ def start_cluster(num_cpus: int | None = None, *, join: bool = True) -> bool:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
                  logging_level=logging.WARNING)
         return True
+
+
+def join_cluster() -> bool:
+    """Connects to the running cluster of this machine or `RAY_ADDRESS`; False if there is none. Starts nothing."""
+    if ray.is_initialized():
+        return True
+    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    try:
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        return True
+    except ConnectionError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A living node of the cluster. `resources`: in all, e.g. {"CPU": 8.0, "GPU": 1.0, "memory": 6e10} (bytes)."""
+
+    node_id: str
+    address: str
+    name: str
+    resources: dict[str, float]
+
+
+def cluster_nodes() -> list[Node]:
+    """Every living node, by address."""
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes = [Node(node_id=item["NodeID"], address=item["NodeManagerAddress"], name=item["NodeManagerHostname"],
+                  resources={key: value for key, value in item["Resources"].items() if not key.startswith("node:")})
+             for item in found if item["Alive"]]
+    return sorted(nodes, key=lambda node: (node.address, node.node_id))
 
 
 def stop_cluster() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hisparse.cache.admission import check_device_pool
+from hisparse.cache.admission import check_device_pool, request_blocks
+from hisparse.cache.loads import TAIL_PAGES
 from hisparse.config import HiSparseConfig, host_blocks, hot_rows, hot_rows_max, kv_layout
 from hisparse.layout import WasteReport, rows_text
 
@@ -46,7 +47,7 @@ class MemoryPlan:
     def of(cls, config: HiSparseConfig) -> MemoryPlan:
         """Raises ConfigError when model or sizes are impossible."""
         layout = kv_layout(config)
-        length, groups = config.model.max_model_len, layout.num_resident_groups
+        length = config.model.max_model_len
         check_device_pool(layout, config.cache, max_model_len=length,
                           max_query_tokens=config.scheduler.prefill_chunk_tokens)
         usable = config.cache.device_blocks - 1
@@ -56,7 +57,7 @@ class MemoryPlan:
         hot = sum(layout.hot_blocks(count) for count in rows)
         host_backed = 0
         if config.cache.enabled:
-            on_device = layout.pages(length) + hot + 2 * groups  # indexer, hot region, tail
+            on_device = request_blocks(layout, pages=layout.pages(length), resident_pages=TAIL_PAGES, region_blocks=hot)
             host_backed = min(usable // on_device, (num_host - 1) // layout.pages(length))
         return cls(
             role=config.pd.role, block_size_tokens=layout.block_size,

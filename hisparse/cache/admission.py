@@ -52,6 +52,15 @@ def window_pages(layout: KVCacheLayout, chunk_tokens: int) -> int:
     return TAIL_PAGES + layout.pages(max(1, chunk_tokens))
 
 
+def request_blocks(layout: KVCacheLayout, *, pages: int, resident_pages: int, region_blocks: int) -> int:
+    """Device blocks of one request: an indexer block for each page, a block of every group for each resident page, its region.
+
+    Args:
+        resident_pages: all of them, or `window_pages` when host-backed. region_blocks: of all hot groups; 0 = no region.
+    """
+    return pages + resident_pages * layout.num_resident_groups + region_blocks
+
+
 def min_device_blocks(layout: KVCacheLayout, config: CacheConfig, *, max_model_len: int, max_query_tokens: int) -> int:
     """Smallest legal device pool, incl. the null block: one request of `max_model_len` tokens can always finish alone.
 
@@ -63,7 +72,7 @@ def min_device_blocks(layout: KVCacheLayout, config: CacheConfig, *, max_model_l
         return 1 + layout.device_blocks_resident(max_model_len)
     region = sum(layout.hot_blocks(rows) for rows in hot_rows(config, layout))
     window = min(pages, window_pages(layout, max_query_tokens))
-    return 1 + pages + region + window * layout.num_resident_groups
+    return 1 + request_blocks(layout, pages=pages, resident_pages=window, region_blocks=region)
 
 
 def check_device_pool(layout: KVCacheLayout, config: CacheConfig, *, max_model_len: int, max_query_tokens: int) -> None:
@@ -126,8 +135,9 @@ class AdmissionArithmetic:
         window = window_pages(layout, min(chunk_tokens, rest))
 
         def need(resident_pages: int, hot: bool) -> Need:
-            pages = resident_pages * core.groups_per_page + (self.region_blocks if hot else 0)
-            return Need(device=target - referenced + pages, device_at_most=target + pages,
+            at_most = request_blocks(layout, pages=target, resident_pages=resident_pages,
+                                     region_blocks=self.region_blocks if hot else 0)
+            return Need(device=at_most - referenced, device_at_most=at_most,
                         host=host_target - host_referenced, host_at_most=host_target, hot=hot, target_pages=target,
                         window_pages=window, host_target_pages=host_target)
 

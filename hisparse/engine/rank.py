@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,9 +23,12 @@ from hisparse.engine.models.hf import DSAModel, load_network
 from hisparse.engine.parallel import HeadParallel
 from hisparse.engine.sampler import Sampler
 from hisparse.engine.step_output import StepOutput
-from hisparse.errors import InvariantError
+from hisparse.errors import ConfigError, InvariantError
+from hisparse.trace.recorder import SelectionRecorder
 from hisparse.types import SampledToken, StepCommand, StepResult
 from hisparse.worker import HostPool, WorkerParts, build_worker
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -68,10 +73,12 @@ class RankEngine:
         num_blocks = config.cache.device_blocks
         check_room(self.device, self.layout.device_bytes(num_blocks), num_blocks)
         num_host_blocks = host_blocks(config.cache, self.layout, config.model.max_model_len)
+        self._recorder = make_recorder(config, rank)
         self.parts = build_worker(
             self.layout, config.cache, num_device_blocks=num_blocks, num_host_blocks=num_host_blocks,
             max_seats=config.scheduler.max_num_seqs, max_model_len=config.model.max_model_len, rank=rank,
             num_ranks=num_ranks, incarnation=incarnation, host_pool=host_pool, device=str(self.device),
+            recorder=self._recorder,
         )
         self.model = DSAModel(network, shape, self.parts.handles, self.parts.indexer, self._parallel)
         self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,
@@ -116,10 +123,14 @@ class RankEngine:
             self._parallel.barrier()  # rank 0 copied pages that the others may read in this step
             if self.parts.worker is not None:
                 self.parts.worker.wait_for_writer()
+        if self._recorder is not None:
+            self._recorder.begin_step({c.seat: c.request_id for c in command.chunks if len(c.token_ids) == 1})
         out = self._runner.run(command.chunks)
         self._connectors.end_step()
         kv = self._connectors.output() or {}  # while the device works: what completes meanwhile is told by the next step
         sampled = self._sample(out)
+        if self._recorder is not None:
+            self._recorder.end_step()
         return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled, kv=kv,
                           device_s=time.perf_counter() - began)
 
@@ -132,12 +143,36 @@ class RankEngine:
             sampled |= {row.request_id: token for row, token in zip(asked, self._sampler.sample(logits, asked))}
         return sampled
 
+    def _save_selections(self) -> None:
+        """A trace that cannot be written ends nothing."""
+        if self._recorder is None:
+            return
+        path = Path(str(self.config.trace.directory)) / f"selections-{self.incarnation:x}.npz"
+        try:
+            if self._recorder.save(path, f"recorded from {self.config.model.path}, rank 0 of {self._parallel.size}"):
+                _log.info("selections are in %s", path)
+        except (ConfigError, OSError) as error:
+            _log.error("%s", error)
+
     def shutdown(self) -> None:
         """Drains the connectors' copies and releases memory. Idempotent."""
         if not self._stopped:
             self._stopped = True
+            self._save_selections()
             self._connectors.shutdown()
             self._runner.close()
+
+
+def make_recorder(config: HiSparseConfig, rank: int) -> SelectionRecorder | None:
+    """Of rank 0 of an engine that decodes, if the configuration asks for it. Raises ConfigError where it cannot record."""
+    trace = config.trace
+    if trace.directory is None or rank or config.pd.role == "prefill":
+        return None
+    if config.model.device == "cuda" and config.engine.cuda_graphs:
+        raise ConfigError("trace.directory: steps replayed as CUDA graphs cannot be recorded; set engine.cuda_graphs to false")
+    if not Path(trace.directory).is_dir():
+        raise ConfigError(f"trace.directory = {trace.directory} is no directory; make it, or set it to null")
+    return SelectionRecorder(max_requests=trace.requests, max_steps=trace.steps)
 
 
 def _made(item: WorkerConnector | ConnectorFactory, parts: WorkerParts) -> WorkerConnector:

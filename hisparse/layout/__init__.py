@@ -7,6 +7,7 @@ from hisparse.layout.groups import CacheGroup, HotGroup, IndexerGroup, ResidentG
 from hisparse.layout.hot_regions import (
     MAX_HOT_ROWS,
     check_query_rows,
+    hot_state_bytes,
     limit_rows,
     rows_text,
     split_rows,
@@ -33,6 +34,7 @@ __all__ = [
     "SourceGroup",
     "WasteReport",
     "check_query_rows",
+    "hot_state_bytes",
     "limit_rows",
     "quantized_latent_dim",
     "rows_text",

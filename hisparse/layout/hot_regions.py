@@ -101,6 +101,18 @@ def split_rows(total_rows: int, weights: Sequence[float], *, top_k: int, block_s
     return tuple(count * block_size for count in pages)
 
 
+def hot_state_bytes(slots: int, positions: int, *, hashed: bool = False) -> int:
+    """Device bytes of the replacement state of one seat and index group: `hisparse.ops.HotState` on CUDA.
+
+    A position of 4 bytes and a use counter of 1 byte for each slot, the hand, and 2 bytes for each position unless hashed.
+
+    Args:
+        slots: rows a region may grow to, in whole pages of 64. positions: longest sequence, in whole pages.
+    Example: 4,096 slots and 131,072 positions: 20,480 + 4 + 262,144 bytes.
+    """
+    return 5 * slots + 4 + (0 if hashed else 2 * positions)
+
+
 def check_query_rows(rows: Sequence[int], top_k: int, lookahead_tokens: int) -> None:
     """A request's verification rows must fit its hot regions: there are no overflow rows.
 

@@ -11,6 +11,7 @@ from hisparse.config import CacheConfig
 from hisparse.config import hot_rows_max as configured_hot_rows_max
 from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout
+from hisparse.trace.recorder import SelectionRecorder
 from hisparse.worker import host_memory
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
@@ -63,6 +64,7 @@ def build_worker(
     poison: bool = True,
     copy_hook: Callable[[int], None] | None = None,
     poison_new_blocks: bool = False,
+    recorder: SelectionRecorder | None = None,
 ) -> WorkerParts:
     """Allocates the device cache and wires tables, runtimes, handles and worker of one rank.
 
@@ -94,7 +96,7 @@ def build_worker(
     runtimes = [
         HiSparseRuntime(
             layout, index, cache=cache, host_pool=host_pool, tables=tables, counters=counters, streams=streams,
-            hashed=streams.is_cuda and config.position_table == "hashed",
+            hashed=streams.is_cuda and config.position_table == "hashed", recorder=recorder,
         )
         for index in range(len(layout.shape.index_groups))
     ]

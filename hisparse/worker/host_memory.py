@@ -48,8 +48,8 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def sweep(directory: str | Path = SHM) -> list[Path]:
-    """Removes pool files (`hisparse-*.pool`) that no live process owns or maps; returns them.
+def sweep(directory: str | Path = SHM, *, remove: bool = True) -> list[Path]:
+    """Removes pool files (`hisparse-*.pool`) that no live process owns or maps; returns them. Without `remove`, only that.
 
     A file is kept while anybody holds its lock: every process that maps a pool holds a shared lock on the file for as
     long as it lives, in whatever pid namespace. It is kept, too, while the owner that `pool_path` put in its name lives.
@@ -64,7 +64,8 @@ def sweep(directory: str | Path = SHM) -> list[Path]:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if remove:
+                    path.unlink()
                 removed.append(path)
             finally:
                 os.close(fd)

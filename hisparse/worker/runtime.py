@@ -9,6 +9,7 @@ from hisparse import ops
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
 from hisparse.ops import HotState, Resolution
+from hisparse.trace.recorder import SelectionRecorder
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
@@ -26,6 +27,7 @@ class HiSparseRuntime:
         index_group: index into `layout.shape.index_groups`.
         host_pool: None when HiSparse is off; then every context must be resident.
         hashed: keep no table of positions (CUDA).
+        recorder: shown what decode batches select; None = nobody looks.
 
     Attributes:
         hot_group: index into `layout.hots` of the group whose blocks and sizes this one uses.
@@ -43,6 +45,7 @@ class HiSparseRuntime:
         counters: Counters,
         streams: Streams,
         hashed: bool = False,
+        recorder: SelectionRecorder | None = None,
     ) -> None:
         self.index_group = index_group
         self.leader = layout.shape.index_groups[index_group].leader
@@ -53,6 +56,7 @@ class HiSparseRuntime:
         self._tables = tables
         self._counters = counters
         self._streams = streams
+        self._recorder = recorder
         self._ops = ops.backend(cache.device)
         groups = layout.shape.index_groups
         self._layers_of_group: Tensor | None = None
@@ -91,6 +95,8 @@ class HiSparseRuntime:
             if self._uses_hot_region(batch):
                 self._prefetch(found, batch)
             self._count(found, batch)
+            if self._recorder is not None and not batch.is_prefill:
+                self._recorder.see(layer, topk, batch.seats, batch.positions)
         return found
 
     def check(self) -> None:

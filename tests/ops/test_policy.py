@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks import bench_policy
 from benchmarks.bench_policy import FACTOR, SIZES, SLACK, SUMMED
-from benchmarks.policy.policies import FIFO, LRU, Belady
-from benchmarks.policy.shipped import Shipped
-from hisparse.testing.selection import LAYER_TYPES, Order, SelectionModel
+from hisparse.trace.policies import FIFO, LRU, Belady
+from hisparse.trace.selection import LAYER_TYPES, Order, SelectionModel
+from hisparse.trace.shipped import Shipped
 
 STEPS, WARM = 150, 60
 SMALL = SelectionModel(pool=160, drift=3, recent=4, top_k=48, context=600)
@@ -43,7 +43,7 @@ def test_misses_are_close_to_lru_in_every_cell_and_fewer_in_sum(order):
 
 def test_the_bar_can_be_missed():
     """FIFO misses it, by the same measure: the bar separates policies."""
-    model = LAYER_TYPES["narrow"]
+    model = LAYER_TYPES["sticky"]
     steps, positions = list(model.steps(STEPS, seed=11)), model.length(STEPS)
     assert mean_misses(FIFO(6144, positions), steps) > FACTOR * mean_misses(LRU(6144, positions), steps) + SLACK
 

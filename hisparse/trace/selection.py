@@ -16,6 +16,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from hisparse.errors import ConfigError
+
 __all__ = ["LAYER_TYPES", "Order", "SelectionModel"]
 
 
@@ -51,9 +53,9 @@ class SelectionModel:
 
     def __post_init__(self) -> None:
         if not 0 < self.pool <= self.context or not 0 <= self.recent <= self.top_k <= self.context:
-            raise ValueError(f"pool {self.pool}, recent {self.recent} and top_k {self.top_k} must fit context {self.context}")
+            raise ConfigError(f"pool {self.pool}, recent {self.recent} and top_k {self.top_k} must fit context {self.context}")
         if self.drift < 0 or not 0 <= self.persistence < 1:
-            raise ValueError(f"drift must be at least 0 and persistence in [0, 1), got {self.drift}, {self.persistence}")
+            raise ConfigError(f"drift must be at least 0 and persistence in [0, 1), got {self.drift}, {self.persistence}")
 
     def length(self, step: int) -> int:
         """Tokens of the sequence in a step; every selected position is below it."""
@@ -86,9 +88,9 @@ class SelectionModel:
 
 
 LAYER_TYPES = {
-    "narrow": SelectionModel(pool=6_000),
-    "medium": SelectionModel(pool=8_000),
-    "wide": SelectionModel(pool=12_500),
+    "sticky": SelectionModel(pool=6_000),
+    "typical": SelectionModel(pool=8_000),
+    "volatile": SelectionModel(pool=12_500),
     "scan": SelectionModel(pool=8_000, shift=1),
 }
-"""Three kinds of layers by the size of what they want to read, and one that hardly reads anything twice."""
+"""Three kinds of layers by how many positions they want to read, and one that hardly reads anything twice."""

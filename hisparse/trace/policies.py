@@ -1,7 +1,7 @@
 """Policies that the shipped one is compared with, and Belady's optimum as the bound.
 
-All keep the least valuable rows out: a step's misses enter, then as many rows leave as do not fit, the ones of least
-priority among those that the step did not select. A step needs all of its rows at once, and a row cannot be bypassed.
+Those over `Policy` keep the least valuable rows out: a step's misses enter, then as many rows leave as do not fit, the ones
+of least priority among those that the step did not select. A step needs all of its rows at once; no row can be bypassed.
 """
 
 from __future__ import annotations
@@ -91,3 +91,38 @@ class Belady(Policy):
 
     def touch(self, selected: Positions, missing: Positions) -> None:
         self.priority[selected] = -self._next[self.step_idx]
+
+
+class StampLRU:
+    """LRU as a kernel can afford it: a byte a row for the launch of its last use, and no order inside a launch.
+
+    The oldest rows go; of equally old ones the next in ring order from where the last search ended. Ages beyond `MAX_AGE`
+    count as equal.
+    """
+
+    MAX_AGE = 255
+
+    def __init__(self, rows: int, num_positions: int) -> None:
+        self._tag = np.full(rows, -1, dtype=np.int64)
+        self._stamp = np.full(rows, -1, dtype=np.int64)
+        self._slot = np.full(num_positions, -1, dtype=np.int64)
+        self._ring = np.arange(rows)
+        self._hand = 0
+        self._step_idx = -1
+
+    def step(self, selected: Positions) -> int:
+        """Serves distinct positions, at most `rows`; returns how many of them missed."""
+        self._step_idx += 1
+        slots = self._slot[selected]
+        missing = selected[slots < 0]
+        self._stamp[slots[slots >= 0]] = self._step_idx
+        if len(missing):
+            rows = len(self._tag)
+            age = np.where(self._tag < 0, self.MAX_AGE + 1, np.minimum(self._step_idx - self._stamp, self.MAX_AGE))
+            key = (self.MAX_AGE + 1 - age) * rows + (self._ring - self._hand) % rows
+            victims = np.argsort(key, kind="stable")[: len(missing)]
+            old = self._tag[victims]
+            self._slot[old[old >= 0]] = -1
+            self._tag[victims], self._stamp[victims], self._slot[missing] = missing, self._step_idx, victims
+            self._hand = int(victims[-1] + 1) % rows
+        return len(missing)

@@ -1,0 +1,5 @@
+"""`python -m hisparse.cli` is `hisparse`."""
+
+from hisparse.cli import main
+
+main()

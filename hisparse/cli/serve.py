@@ -1,0 +1,109 @@
+"""`hisparse serve`: the service until Ctrl-C, or what it would reserve."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.table import Table
+
+from hisparse.actors.memory_plan import MemoryPlan
+from hisparse.cli.configuration import read_configuration
+from hisparse.cli.console import AsJson, err, out
+from hisparse.config import HiSparseConfig
+
+
+def serve(
+    config: Annotated[Path | None, typer.Argument(help="Our configuration, or a Ray Serve file that holds it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint directory, or 'recall'; the rest by default.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value. Repeatable.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print configuration and memory plan only.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the OpenAI-compatible service until Ctrl-C. Starts Ray here if there is none.
+
+    \b
+    Examples:
+      hisparse serve deploy/ray/local.yaml
+      hisparse serve --model /path/to/checkpoint --set cache.host_pool_gib=8
+      hisparse serve deploy/ray/local.yaml --dry-run
+    """
+    resolved = read_configuration(config, model, sets or [])
+    plans = [MemoryPlan.of(resolved.for_role(role)) for role in _roles(resolved)]
+    if dry_run:
+        _print_plan(resolved, plans, as_json)
+        return
+    _run(resolved, as_json)
+
+
+def _roles(config: HiSparseConfig) -> list[Any]:
+    return ["prefill", "decode"] if config.serve.prefill_replicas else ["colocated"]
+
+
+def _print_plan(config: HiSparseConfig, plans: list[MemoryPlan], as_json: bool) -> None:
+    data = config.model_dump(mode="json")
+    data["serve"]["api_keys"] = ["***"] * len(config.serve.api_keys)
+    if as_json:
+        out.print_json(data={"config": data, "memory": [plan.asdict() for plan in plans]})
+        return
+    out.print(yaml.safe_dump(data, sort_keys=False).rstrip(), markup=False, highlight=False)
+    table = Table("", *(plan.role for plan in plans), title="memory plan, per replica", title_justify="left")
+    for cells in zip(*(plan.rows() for plan in plans)):
+        table.add_row(cells[0][0], *(value for _, value in cells))
+    out.print(table)
+    for text, roles in _by_text([(plan.packing_text(), plan.role) for plan in plans]).items():
+        out.print(f"\npacking of the device pool ({', '.join(roles)})\n{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _by_text(items: list[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text, role in items:
+        found.setdefault(text, []).append(role)
+    return found
+
+
+def _run(config: HiSparseConfig, as_json: bool) -> None:
+    from hisparse.actors.handles import start_cluster, stop_cluster
+    from hisparse.serve.app import serving
+
+    host, port = config.serve.host, config.serve.port or free_port(config.serve.host)
+    started = start_cluster()
+    _on_signals(signal.default_int_handler)  # after Ray set its own; and a shell's background job ignores SIGINT
+    url = f"http://{host}:{port}"
+    try:
+        err.print(f"starting {'Ray and ' if started else ''}the service ...", highlight=False)
+        with serving(config, port=port):
+            if as_json:
+                print(json.dumps({"url": f"{url}/v1", "health": f"{url}/health", "stats": f"{url}/stats"}), flush=True)
+            else:
+                out.print(f"serving at {url}/v1 (health: {url}/health, statistics: {url}/stats); Ctrl-C stops",
+                          highlight=False, soft_wrap=True)
+            try:
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                _on_signals(signal.SIG_IGN)
+                err.print("stopping: open streams end first ...")
+    except KeyboardInterrupt:
+        err.print("interrupted while starting")
+    finally:
+        _on_signals(signal.SIG_IGN)
+        stop_cluster()
+    err.print("stopped")
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def free_port(host: str) -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

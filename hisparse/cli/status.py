@@ -1,0 +1,70 @@
+"""`hisparse status`: the engines of a running service."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from hisparse.cli.console import AsJson, out
+from hisparse.errors import HiSparseError
+from hisparse.layout import rows_text
+
+
+def status(
+    url: Annotated[str, typer.Option(help="Of the service.")] = "http://127.0.0.1:8000",
+    check: Annotated[bool, typer.Option(help="Also verify every engine's accounts.")] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="If the service wants one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the engines of a running service: health, requests, tiers, pending spills, leases.
+
+    Exit code 1 if an engine is unhealthy, or if its accounts do not balance.
+
+    \b
+    Examples:
+      hisparse status
+      hisparse status --url http://gateway:8000 --check --json
+    """
+    request = urllib.request.Request(f"{url.rstrip('/')}/stats{'?check=1' if check else ''}")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            data = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise HiSparseError(f"{url}/stats answered {error.code}: {error.read(400).decode(errors='replace')}") from error
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise HiSparseError(f"no service answers at {url} ({error}); start one with 'hisparse serve'") from error
+    if as_json:
+        print(json.dumps(data))
+    else:
+        _print_status(data)
+    sick = [item for item in data["engines"] if not item["health"].get("ok") or item.get("check", "ok") != "ok"]
+    if sick or not data["engines"]:
+        raise typer.Exit(1)
+
+
+def _print_status(data: dict[str, Any]) -> None:
+    now, since = ("running", "waiting", "loading", "held"), ("finished", "preemptions", "import_failures", "check")
+    table = Table("engine", "health", title=escape(f"model {data['model']}"), title_justify="left")
+    for name in now:
+        table.add_column(name, justify="right")
+    for item in data["engines"]:
+        health = "ok" if item["health"].get("ok") else f"[red]{escape(str(item['health'].get('reason')))}[/red]"
+        table.add_row(escape(item["engine"]), health, *(str(item.get(name, "-")) for name in now))
+    out.print(table)
+    for item in data["engines"]:
+        details = Table("since its start, and its cache", title=escape(item["engine"]), title_justify="left")
+        details.add_column("value", justify="right")
+        if item.get("hot_region_rows"):
+            details.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
+        values = {name: item[name] for name in since if name in item} | (item.get("cache") or {})
+        for key, value in values.items():
+            details.add_row(escape(key), f"{value:,}" if type(value) is int else escape(str(value)))
+        out.print(details)
