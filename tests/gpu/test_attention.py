@@ -89,6 +89,21 @@ def test_the_general_kernel_where_the_other_is_chosen(heads, row_dtype):
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
+def test_every_cluster(cluster, row_dtype):
+    """Shares of the entries that are even, uneven, of one tile, and empty; heads that fill no block; host rows."""
+    from hisparse.ops.cuda import attention
+
+    launch = attention.Launch(hopper=False, splits=cluster, per_split=64, cluster=cluster)
+    for change in ({"k": 2048}, {"k": 1111, "host": True, "row_delta": 17}, {"k": 65}, {"heads": 128, "n": 70},
+                   {"heads": 40, "k": 500, "masked": 0.97}, {"masked": 1.0}):
+        inputs = make(replace(REAL, row_dtype=row_dtype, **change), "cuda")
+        out = torch.full((inputs.case.n, inputs.case.heads, 512), float("nan"), dtype=BF16, device="cuda")
+        inputs.call(attention, launch=launch, out=out)
+        assert error(out, exact(inputs)) < bound(inputs.case) and not bool(out.isnan().any()), (cluster, inputs.case)
+
+
+@pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("masked", [0.0, 0.97, 1.0])
 def test_masks(masked, row_dtype):
     check(replace(REAL, n=7, masked=masked, row_dtype=row_dtype))

@@ -183,10 +183,10 @@ def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim
     major, processors = device
     is_float32, is_fp8 = row_dtype == torch.float32, row_dtype == torch.uint8
     is_real = major == 9 and (latent_dim, rope) == (attention_cluster.LATENT, attention_cluster.ROPE)
-    if is_real and clustered and not is_float32 and heads > _FEW_HEADS:
+    if is_real and clustered and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
         cluster = attention_cluster.plan_cluster(num, heads, k, processors)
         return Launch(hopper=False, splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster)
-    if _HAS_GLUON and major == 9 and (latent_dim, rope) == (512, 64) and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
+    if _HAS_GLUON and is_real and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
         splits, per_split = _splits(num * triton.cdiv(heads, 64), k, 64, processors)
         return Launch(hopper=True, splits=splits, per_split=per_split, pdl=True, producer_registers=112 if is_fp8 else 96)
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64

@@ -146,7 +146,8 @@ def _plan(package: Any, q: Tensor, row_ids: Tensor) -> Any:
         package.flash_mla_with_kvcache(
             q[:, None], one_row, None, None, LATENT, plan, None, 1.0, False, True, torch.full_like(row_ids[:, None], -1),
             **({"use_legacy": True} if _is_forked(package) else {}))
-        torch.cuda.current_stream(q.device).synchronize()
+        if q.is_cuda:
+            torch.cuda.current_stream(q.device).synchronize()
         _plans[key] = plan
     return _plans[key]
 
