@@ -1,4 +1,4 @@
-// Sparse MLA for Hopper at the real widths (latent 512, rope 64): bfloat16 queries, bfloat16 or fp8_ds_mla rows.
+// Sparse MLA for Hopper at the real widths (latent 512, rope 64): bfloat16 or fp8_ds_mla rows.
 //
 // Geometry: one cluster of CLUSTER CTAs per (query row, block of 64 heads); each CTA takes a share of the entries in tiles of 64,
 // one CTA per SM. Warpgroups 0 and 1 consume: each owns 256 latents of the [64, 512] float32 sum in registers, and the scores and
@@ -9,17 +9,14 @@
 // rope add up in one sum; the power of two is applied to scores and, through the running maximum, to probabilities.
 // Ordering: full[s] the producer filled slot s; probs[s] its owner wrote probabilities, maximum and shrink; empty[s] all 8 consumer
 // warps have used it. Tiles are added in order, so a row's sum is a function of inputs and CLUSTER alone: no atomics on data.
-// Combination: each CTA leaves its sum, maxima and totals in shared memory; behind a cluster barrier CTA i adds up the parts of
-// the heads i * 64 / CLUSTER ..., in rank order, and writes the result. A second barrier keeps shared memory alive for readers.
+// Combination: each CTA leaves its sum, maxima and totals in shared memory; behind a cluster barrier each CTA adds up the
+// parts of its share of the result, in rank order, and writes it. A second barrier keeps shared memory alive for readers.
 // Sentinels: an id below 0 loads nothing (zeros in the slot, score -inf, whatever the query is). No entry at all gives 0.
 // Preconditions: q, out, rows and their strides 16-byte aligned; an entry is named by `ids` or `host_ids`, never by both.
 #include "cluster.cuh"
 
 #ifndef FP8
 #define FP8 0
-#endif
-#ifndef ORDER
-#define ORDER 2  // next scores before this tile's values: 0 never, 1 always, 2 if its rows are there
 #endif
 
 constexpr int THREADS = 384, CONSUMERS = 256;
@@ -33,7 +30,7 @@ constexpr float LOWEST = -1.0e30f;
 constexpr u32 LEAST_EXPONENT = 127 - 100;   // smaller scales of fp8_ds_mla count as 2^-100
 constexpr u32 LEAST_Q_EXPONENT = 127 - 10;  // smaller queries are not brought to 1: keeps scores in float32's range
 static_assert(HEADS * PITCH * 4 <= 2 * SLOT, "the sum fits where the rows were");
-static_assert(HEADS % CLUSTER == 0, "every CTA combines as many heads");
+static_assert((HEADS / CLUSTER + 1) * CLUSTER <= 96, "a cluster's parts of a CTA's heads");
 
 struct Notes {
     float factor[2][TILE];  // fp8_ds_mla: the row's power of two
@@ -42,6 +39,8 @@ struct Notes {
     float shrink[2][HEADS]; // factor of the sum before that tile is added
     float query[HEADS];     // factor of a head's scores
     float4 stats[HEADS];    // (maximum, total) of warpgroup 0's tiles and of warpgroup 1's
+    float2 parts[96];       // combination: (maximum, total) of each head of this CTA and CTA of the cluster
+    float weight[96];       // and the factor of that part
     u64 full[2], probs[2], empty[2];
 };
 
@@ -175,13 +174,13 @@ __device__ inline void multiply_values(float (&o)[128], u64 a, u64 b) {
 }
 
 struct Args {
-    const u16* q;
+    const u8* q;  // of this query row
     const u8* rows;
     const u8* host;
     const i32* ids;  // of this query row
     const i32* host_ids;
-    i64 row_delta, q_stride_h;
-    u32 k, heads, wide_ids, wide_host_ids;
+    i64 row_delta, q_head_bytes;
+    u32 k, heads, wide_ids, wide_host_ids, wide_q;
     float scale2;
 };
 
@@ -249,77 +248,108 @@ __device__ inline void store_shared(u32 at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ inline uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
 __device__ inline uint4 load_or_zero(u64 row, u32 offset) {
     return row ? load16((const u8*)row + offset) : make_uint4(0, 0, 0, 0);
 }
 
-// As for bfloat16; the latents of the warp's 16 rows are in flight or in registers a tile ahead. Load u: half u & 1 of rows
-// 2 * (u >> 1) and the next: lanes 0-3, 8-11, ... the first; two rows, so that the stores to the slot have no bank conflicts.
+// Chunk `chunk` of 16 e4m3 of row `row`, in the place of the row's upper latents. Reads and writes have no bank conflicts.
+__device__ inline u32 raw_at(u32 row, u32 chunk) {
+    return (4 + (chunk >> 3)) * PANEL + row * 128 + (((chunk & 7) ^ (row & 1) << 2) << 4);
+}
+
+// Starts the copies of a warp's 16 rows, e4m3 and rope parts as they are.
+__device__ inline void start_rows(const Args& a, u32 to, u32 base, u32 lane, u64 mine) {
+#pragma unroll 4
+    for (u32 r = 0; r < 16; ++r) {
+        const u64 found = __shfl_sync(~0u, mine, r);
+        copy16(to + raw_at(base + r, lane), (found ? found : (u64)a.rows) + lane * 16, found ? 16 : 0);
+    }
+#pragma unroll 2
+    for (u32 r = lane >> 3; r < 16; r += 4) {
+        const u64 found = __shfl_sync(~0u, mine, r);
+        copy16(to + ROPE_PANEL + swizzled(base + r, lane & 7), (found ? found : (u64)a.rows) + LATENT + 16 + (lane & 7) * 16,
+               found ? 16 : 0);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Brings a warp's 16 rows, which have arrived, to float16 over 2^(exponent - 127), in place. Two rows at a time: lanes 0-3, 8-11,
+// ... the first. Loops stay rolled: four warps that each walk through long code wait for instructions.
+__device__ inline void widen_rows(u32 to, u32 base, u32 lane, uint2 ratios, u32 rope_factor) {
+    const u32 second = lane >> 2 & 1, piece = (lane >> 3) * 4 + (lane & 3), pick = lane < 16 ? 0x1010 : 0x3232;
+#pragma unroll 2
+    for (u32 i = 0; i < 16; i += 2) {
+        const u32 r = base + i + second;
+        const uint4 v[2] = {load_shared(to + raw_at(r, piece)), load_shared(to + raw_at(r, 16 + piece))};
+        const u32 pairs[2] = {__shfl_sync(~0u, ratios.x, i + second), __shfl_sync(~0u, ratios.y, i + second)};
+        __syncwarp();  // both rows are in registers
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 ratio = __byte_perm(pairs[half], 0, pick), panel = to + (half * 4 + (lane >> 3)) * PANEL;
+            const uint2 a0 = widen(v[half].x, ratio), a1 = widen(v[half].y, ratio), b0 = widen(v[half].z, ratio),
+                        b1 = widen(v[half].w, ratio);
+            store_shared(panel + swizzled(r, (lane & 3) * 2), make_uint4(a0.x, a0.y, a1.x, a1.y));
+            store_shared(panel + swizzled(r, (lane & 3) * 2 + 1), make_uint4(b0.x, b0.y, b1.x, b1.y));
+        }
+    }
+#pragma unroll 2
+    for (u32 r = lane >> 3; r < 16; r += 4) {
+        const u32 at = to + ROPE_PANEL + swizzled(base + r, lane & 7), factor = __shfl_sync(~0u, rope_factor, r);
+        const uint4 v = load_shared(at);
+        store_shared(at, make_uint4(mul_bf16x2(v.x, factor), mul_bf16x2(v.y, factor), mul_bf16x2(v.z, factor),
+                                    mul_bf16x2(v.w, factor)));
+    }
+}
+
+// As for bfloat16, but rows arrive as they are and each warp brings its own to float16, while the next tile's are on their way if
+// their slot is free.
 __device__ inline void produce_fp8(const Args& a, u8* smem, Notes& notes, u32 first, u32 tiles) {
     const u32 lane = threadIdx.x & 31, base = (threadIdx.x >> 5 & 3) * 16;
-    const u32 second = lane >> 2 & 1, piece = (lane >> 3) * 4 + (lane & 3);
-    const u32 pick = lane < 16 ? 0x1010 : 0x3232;
-    // swizzled(base + 2 * i + second, (lane & 3) * 2) = panel's part + i * 256 + (first_chunk ^ (i & 3) << 5)
-    const u32 panel = (lane >> 3) * PANEL + (base + second) * 128, first_chunk = ((lane & 3) * 2 ^ second) << 4;
     i32 row, host_row;
     load_entry(row, host_row, a, first + base + (lane & 15));
-    u64 mine = find_row(row, host_row, a);
-    uint4 raw[16];
-    uint4 scales = load_or_zero(mine, LATENT);
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        const u64 from = __shfl_sync(~0u, mine, 2 * i + second);
-        raw[2 * i] = load_or_zero(from, piece * 16);
-        raw[2 * i + 1] = load_or_zero(from, 256 + piece * 16);
-    }
+    u64 mine = find_row(row, host_row, a), now = 0;
     load_entry(row, host_row, a, first + TILE + base + (lane & 15));
-    for (u32 turn = 0; turn < tiles; ++turn) {
-        const u32 slot = turn & 1, to = shared(smem) + SLOT * (1 + slot);
-        const u64 now = mine;
-        uint4 rope[4];
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-            rope[i] = load_or_zero(__shfl_sync(~0u, now, i * 4 + (lane >> 3)), LATENT + 16 + (lane & 7) * 16);
-        const float s0 = bits_to_float(scales.x), s1 = bits_to_float(scales.y), s2 = bits_to_float(scales.z),
-                    s3 = bits_to_float(scales.w);
-        const u32 greatest = __float_as_uint(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3))) >> 23 & 255;
-        const u32 exponent = min(max(greatest, LEAST_EXPONENT), 253u);
-        const float inverse = bits_to_float((254 - exponent) << 23);
-        const u32 ratios01 = pack(s0 * inverse, s1 * inverse), ratios23 = pack(s2 * inverse, s3 * inverse);
-        const u32 rope_factor = ((254 - exponent) << 7) * 0x10001u;
-        mine = find_row(row, host_row, a);
-        scales = load_or_zero(mine, LATENT);
-        load_entry(row, host_row, a, first + (turn + 2) * TILE + base + (lane & 15));
-        wait(&notes.empty[slot], (turn >> 1 & 1) ^ 1);
-        if (lane < 16) {
-            notes.factor[slot][base + lane] = bits_to_float(exponent << 23);
-            notes.bias[slot][base + lane] = now ? (float)(i32)(exponent - 127) : NONE;
-        }
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-            const u64 next = __shfl_sync(~0u, mine, 2 * i + second);
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                const u32 pair = __shfl_sync(~0u, half ? ratios23 : ratios01, 2 * i + second);
-                const u32 ratio = __byte_perm(pair, 0, pick);
-                const uint4 v = raw[2 * i + half];
-                const uint2 a0 = widen(v.x, ratio), a1 = widen(v.y, ratio), b0 = widen(v.z, ratio), b1 = widen(v.w, ratio);
-                const u32 row_at = to + panel + i * 256 + half * 4 * PANEL, chunk = first_chunk ^ (i & 3) << 5;
-                store_shared(row_at + chunk, make_uint4(a0.x, a0.y, a1.x, a1.y));
-                store_shared(row_at + (chunk ^ 16), make_uint4(b0.x, b0.y, b1.x, b1.y));
-                raw[2 * i + half] = load_or_zero(next, half * 256 + piece * 16);
+    uint4 scales = load_or_zero(mine, LATENT), next_scales = make_uint4(0, 0, 0, 0);
+    for (u32 turn = 0; turn <= tiles; ++turn) {
+        const u32 slot = turn & 1, to = shared(smem) + SLOT * (1 + slot), parity = (turn >> 1 & 1) ^ 1;
+        bool started = turn == tiles || __all_sync(~0u, is_complete(&notes.empty[slot], parity));
+        if (started && turn < tiles) start_rows(a, to, base, lane, mine);
+        if (turn > 0) {  // the tile before
+            const u32 before = slot ^ 1, at = shared(smem) + SLOT * (1 + before);
+            const float s0 = bits_to_float(scales.x), s1 = bits_to_float(scales.y), s2 = bits_to_float(scales.z),
+                        s3 = bits_to_float(scales.w);
+            const u32 greatest = __float_as_uint(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3))) >> 23 & 255;
+            const u32 exponent = min(max(greatest, LEAST_EXPONENT), 253u);
+            const float inverse = bits_to_float((254 - exponent) << 23);
+            if (lane < 16) {
+                notes.factor[before][base + lane] = bits_to_float(exponent << 23);
+                notes.bias[before][base + lane] = now ? (float)(i32)(exponent - 127) : NONE;
             }
+            if (started && turn < tiles)
+                asm volatile("cp.async.wait_group 1;" ::: "memory");
+            else
+                asm volatile("cp.async.wait_group 0;" ::: "memory");
+            __syncwarp();
+            widen_rows(at, base, lane, make_uint2(pack(s0 * inverse, s1 * inverse), pack(s2 * inverse, s3 * inverse)),
+                       ((254 - exponent) << 7) * 0x10001u);
+            __syncwarp();
+            if (lane == 0) arrive(&notes.full[before]);  // no fence: the consumers have it
+            scales = next_scales;
         }
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 r = i * 4 + (lane >> 3), factor = __shfl_sync(~0u, rope_factor, r);
-            store_shared(to + ROPE_PANEL + swizzled(base + r, lane & 7),
-                         make_uint4(mul_bf16x2(rope[i].x, factor), mul_bf16x2(rope[i].y, factor),
-                                    mul_bf16x2(rope[i].z, factor), mul_bf16x2(rope[i].w, factor)));
+        if (!started) {
+            wait(&notes.empty[slot], parity);
+            start_rows(a, to, base, lane, mine);
         }
-        fence_async();
-        __syncwarp();
-        if (lane == 0) arrive(&notes.full[slot]);
+        now = mine;
+        mine = find_row(row, host_row, a);
+        next_scales = load_or_zero(mine, LATENT);
+        load_entry(row, host_row, a, first + (turn + 2) * TILE + base + (lane & 15));
     }
 }
 
@@ -330,21 +360,30 @@ __device__ inline u32 scale_query(u32 v, float inverse) {
     return pack(bits_to_float(v << 16) * inverse, bits_to_float(v & 0xffff0000u) * inverse);
 }
 
+// Values 8 * chunk ... of a query as bfloat16. `from` 0: zeros.
+template <bool Wide> __device__ inline uint4 load_query(u64 from, u32 chunk) {
+    if (!Wide) return load_or_zero(from, chunk * 16);
+    const uint4 low = load_or_zero(from, chunk * 32), high = load_or_zero(from, chunk * 32 + 16);
+    return make_uint4(pack_bf16(bits_to_float(low.x), bits_to_float(low.y)), pack_bf16(bits_to_float(low.z), bits_to_float(low.w)),
+                      pack_bf16(bits_to_float(high.x), bits_to_float(high.y)),
+                      pack_bf16(bits_to_float(high.z), bits_to_float(high.w)));
+}
+
 // Each of the 8 warps brings 8 heads to shared memory; heads behind the last are zeros.
-__device__ inline void load_queries(const Args& a, u8* smem, Notes& notes, u32 h0) {
+template <bool Wide> __device__ inline void load_queries(const Args& a, u8* smem, Notes& notes, u32 h0) {
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, to = shared(smem);
     uint4 latents[8][2], ropes[2];
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) {
         const u32 h = h0 + warp * 8 + i;
-        const u64 from = h < a.heads ? (u64)(a.q + h * a.q_stride_h) : 0;
-        latents[i][0] = load_or_zero(from, lane * 16);
-        latents[i][1] = load_or_zero(from, 512 + lane * 16);
+        const u64 from = h < a.heads ? (u64)(a.q + h * a.q_head_bytes) : 0;
+        latents[i][0] = load_query<Wide>(from, lane);
+        latents[i][1] = load_query<Wide>(from, 32 + lane);
     }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         const u32 h = h0 + warp * 8 + i * 4 + (lane >> 3);
-        ropes[i] = load_or_zero(h < a.heads ? (u64)(a.q + h * a.q_stride_h) : 0, 2 * LATENT + (lane & 7) * 16);
+        ropes[i] = load_query<Wide>(h < a.heads ? (u64)(a.q + h * a.q_head_bytes) : 0, LATENT / 8 + (lane & 7));
     }
     u32 rope_factor = 0;
 #pragma unroll
@@ -487,12 +526,78 @@ __device__ inline void start_values(float (&o)[128], u8* smem, Notes& notes, u32
 }
 
 __device__ inline void release(Notes& notes, u32 turn) {
+    __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive(&notes.empty[turn & 1]);
 }
 
-__device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u32 tiles, u16* out, i64 out_stride_h) {
+// 16 bytes of CTA `cta`'s shared memory. Without a memory clobber, so that several are in flight; the barriers around have one.
+__device__ inline float4 read_part(const void* p, u32 cta) {
+    float4 v;
+    if (CLUSTER == 1)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared(p)));
+    else
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote(p, cta)));
+    return v;
+}
+
+// Adds up the parts of this CTA's heads and writes them. Every CTA's sum and stats are complete.
+__device__ inline void combine(const Args& a, Notes& notes, const float* sum, u32 h0, u8* out, i64 out_head_bytes) {
+    const u32 rank = cluster_rank(), first = HEADS * rank / CLUSTER, heads = HEADS * (rank + 1) / CLUSTER - first;
+    const u32 i = threadIdx.x, part = i % CLUSTER, mine = i / CLUSTER;
+    if (mine < heads) {
+        const float4 v = read_part(&notes.stats[first + mine], part);
+        const float top = fmaxf(v.x, v.z);
+        notes.parts[i] = make_float2(top, v.y * exp2_of(v.x - top) + v.w * exp2_of(v.z - top));
+    }
+    named_barrier<1, CONSUMERS>();
+    if (mine < heads) {
+        float all = LOWEST, total = 0.0f;
+#pragma unroll
+        for (u32 c = 0; c < CLUSTER; ++c) all = fmaxf(all, notes.parts[mine * CLUSTER + c].x);
+#pragma unroll
+        for (u32 c = 0; c < CLUSTER; ++c)
+            total += notes.parts[mine * CLUSTER + c].y * exp2_of(notes.parts[mine * CLUSTER + c].x - all);
+        // no entry: 0 / 1; a total that is NaN has a sum that is NaN
+        notes.weight[i] = exp2_of(notes.parts[i].x - all) * (total > 0.0f ? 1.0f / total : 1.0f);
+    }
+    named_barrier<1, CONSUMERS>();
+    constexpr u32 Pieces = LATENT / 4, Batch = CLUSTER >= 8 ? 1 : 8 / CLUSTER;
+    for (u32 start = threadIdx.x; start < heads * Pieces; start += Batch * CONSUMERS) {
+        float4 v[Batch][CLUSTER];
+#pragma unroll
+        for (u32 n = 0; n < Batch; ++n) {
+            const u32 piece = min(start + n * CONSUMERS, heads * Pieces - 1);
+#pragma unroll
+            for (u32 c = 0; c < CLUSTER; ++c)
+                v[n][c] = read_part(&sum[(first + piece / Pieces) * PITCH + piece % Pieces * 4], c);
+        }
+#pragma unroll
+        for (u32 n = 0; n < Batch; ++n) {
+            const u32 piece = start + n * CONSUMERS, head = piece / Pieces, column = piece % Pieces * 4;
+            if (piece >= heads * Pieces || h0 + first + head >= a.heads) continue;
+            float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (u32 c = 0; c < CLUSTER; ++c) {
+                const float weight = notes.weight[head * CLUSTER + c];
+                result.x += weight * v[n][c].x, result.y += weight * v[n][c].y;
+                result.z += weight * v[n][c].z, result.w += weight * v[n][c].w;
+            }
+            u8* to = out + (h0 + first + head) * out_head_bytes;
+            if (a.wide_q)
+                *(float4*)(to + column * 4) = result;
+            else
+                *(uint2*)(to + column * 2) = make_uint2(pack_bf16(result.x, result.y), pack_bf16(result.z, result.w));
+        }
+    }
+}
+
+__device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u32 tiles, u8* out, i64 out_head_bytes) {
     const u32 warpgroup = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-    load_queries(a, smem, notes, h0);
+    if (a.wide_q)
+        load_queries<true>(a, smem, notes, h0);
+    else
+        load_queries<false>(a, smem, notes, h0);
     float o[128], s[32];
 #pragma unroll
     for (u32 i = 0; i < 128; ++i) o[i] = 0.0f;
@@ -511,9 +616,10 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
         release(notes, 0);
         turn = 1;
     }
-    // `turn` has the other warpgroup's scores, turn + 1 ours
+    // `turn` has the other warpgroup's scores, turn + 1 ours: these first if their rows are there, so that the tensor cores have
+    // work during a softmax; else this tile's values, which free its slot
     for (; turn + 1 < tiles; turn += 2) {
-        if (ORDER == 1 || (ORDER == 2 && all_agree(warpgroup, is_complete(&notes.full[(turn + 1) & 1], (turn + 1) >> 1 & 1)))) {
+        if (all_agree(warpgroup, is_complete(&notes.full[(turn + 1) & 1], (turn + 1) >> 1 & 1))) {
             start_scores(s, smem, notes, turn + 1);
             start_values(o, smem, notes, turn);
             wgmma_wait<1>();
@@ -563,31 +669,7 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
         cluster_arrive();
         cluster_wait();
     }
-    constexpr u32 Parts = LATENT / 4;
-    for (u32 i = threadIdx.x; i < HEADS / CLUSTER * Parts; i += CONSUMERS) {
-        const u32 head = cluster_rank() * (HEADS / CLUSTER) + i / Parts, column = i % Parts * 4;
-        float top[CLUSTER], all = LOWEST, total = 0.0f;
-        float4 stats[CLUSTER], result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (u32 c = 0; c < CLUSTER; ++c) {
-            const uint4 v = read16_from(&notes.stats[head], c);
-            stats[c] = make_float4(bits_to_float(v.x), bits_to_float(v.y), bits_to_float(v.z), bits_to_float(v.w));
-            top[c] = fmaxf(stats[c].x, stats[c].z);
-            all = fmaxf(all, top[c]);
-        }
-#pragma unroll
-        for (u32 c = 0; c < CLUSTER; ++c) {
-            const uint4 v = read16_from(&sum[head * PITCH + column], c);
-            const float weight = exp2_of(top[c] - all);
-            total += stats[c].y * exp2_of(stats[c].x - all) + stats[c].w * exp2_of(stats[c].z - all);
-            result.x += weight * bits_to_float(v.x), result.y += weight * bits_to_float(v.y);
-            result.z += weight * bits_to_float(v.z), result.w += weight * bits_to_float(v.w);
-        }
-        const float divisor = total > 0.0f ? 1.0f / total : 1.0f;  // a total that is NaN has a NaN sum
-        if (h0 + head < a.heads)
-            *(uint2*)(out + (h0 + head) * out_stride_h + column) =
-                make_uint2(pack_bf16(result.x * divisor, result.y * divisor), pack_bf16(result.z * divisor, result.w * divisor));
-    }
+    combine(a, notes, sum, h0, out, out_head_bytes);
     if (CLUSTER > 1) {
         cluster_arrive();
         cluster_wait();
@@ -600,20 +682,21 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
 #define IN_CLUSTERS
 #endif
 
-// q [n, heads, 576], rows [R, ROW_BYTES], ids [n, k], out [n, heads, 512]; strides in elements; scale2 = scaling * log2(e).
+// q [n, heads, 576] and out [n, heads, 512], both bfloat16 or both float32; rows [R, ROW_BYTES]; ids [n, k]. Strides of q and out
+// in bytes, of ids in elements; scale2 = scaling * log2(e).
 // Grid: n * ceil(heads / 64) * CLUSTER CTAs of 384 threads, attention_cluster.SHARED_BYTES of shared memory.
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) sparse_mla(
-    const u16* q, const u8* rows, const u8* host, const i32* ids, const i32* host_ids, u16* out, float scale2, i64 row_delta,
-    i64 k, i64 heads, i64 q_stride_n, i64 q_stride_h, i64 id_stride, i64 host_id_stride, i64 out_stride_n, i64 out_stride_h,
-    i64 wide_ids, i64 wide_host_ids) {
+    const u8* q, const u8* rows, const u8* host, const i32* ids, const i32* host_ids, u8* out, float scale2, i64 row_delta,
+    i64 k, i64 heads, i64 q_row_bytes, i64 q_head_bytes, i64 id_stride, i64 host_id_stride, i64 out_row_bytes, i64 out_head_bytes,
+    i64 wide_ids, i64 wide_host_ids, i64 wide_q) {
     extern __shared__ u8 unaligned[];
     u8* smem = unaligned + (-shared(unaligned) & 1023);
     Notes& notes = *(Notes*)(smem + ALL_ROWS);
     const u32 head_blocks = ((u32)heads + HEADS - 1) / HEADS, program = blockIdx.x / CLUSTER, h0 = program % head_blocks * HEADS;
     const i64 n = program / head_blocks;
-    const Args a{q + n * q_stride_n, rows, host, ids + (n * id_stride << wide_ids),
-                 host_ids == nullptr ? nullptr : host_ids + (n * host_id_stride << wide_host_ids), row_delta, q_stride_h,
-                 (u32)k, (u32)heads, (u32)wide_ids, (u32)wide_host_ids, scale2};
+    const Args a{q + n * q_row_bytes, rows, host, ids + (n * id_stride << wide_ids),
+                 host_ids == nullptr ? nullptr : host_ids + (n * host_id_stride << wide_host_ids), row_delta, q_head_bytes,
+                 (u32)k, (u32)heads, (u32)wide_ids, (u32)wide_host_ids, (u32)wide_q, scale2};
     const u32 all_tiles = (u32)((k + TILE - 1) / TILE), rank = cluster_rank();
     const u32 first_tile = all_tiles * rank / CLUSTER, tiles = all_tiles * (rank + 1) / CLUSTER - first_tile;
     if (threadIdx.x == 0) {
@@ -625,13 +708,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) sparse_mla(
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(FP8 ? 120 : 72));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(72));
         if (FP8)
             produce_fp8(a, smem, notes, first_tile * TILE, tiles);
         else
             produce_bf16(a, smem, notes, first_tile * TILE, tiles);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(FP8 ? 192 : 216));
-        consume(a, smem, notes, h0, tiles, out + n * out_stride_n, out_stride_h);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(216));
+        consume(a, smem, notes, h0, tiles, out + n * out_row_bytes, out_head_bytes);
     }
 }

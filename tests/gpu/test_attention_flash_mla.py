@@ -18,12 +18,12 @@ REAL = Case(n=4, heads=64, k=2048, latent=512, rope=64, row_dtype=BF16, q_dtype=
 @pytest.fixture(autouse=True)
 def flash(monkeypatch):
     """FlashMLA wherever it fits; skipped with the reason where it does not load."""
-    from hisparse.ops.cuda import attention_flash_mla
+    from hisparse.ops.cuda import attention_flash_mla, attention_switch
 
     found = attention_flash_mla.support(torch.cuda.get_device_capability()[0])
     if not found.usable:
         pytest.skip(found.reason)
-    monkeypatch.setenv(attention_flash_mla.SWITCH, "flash_mla")
+    monkeypatch.setenv(attention_switch.SWITCH, "flash_mla")
     return attention_flash_mla
 
 
@@ -44,7 +44,8 @@ def test_equals_float64(flash, monkeypatch, change, row_dtype):
     inputs = make(replace(REAL, row_dtype=row_dtype, **change), "cuda")
     out, gathered = inputs.call(attention)
     assert calls and gathered is None
-    assert error(out, exact(inputs)) < 6e-3 and bool((out[(inputs.ids < 0).all(1)] == 0).all())
+    # its fp8 kernel works on latents rounded to bfloat16, and has no better scores than that
+    assert error(out, exact(inputs)) < (3e-3 if row_dtype == BF16 else 1e-2) and bool((out[(inputs.ids < 0).all(1)] == 0).all())
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
@@ -78,4 +79,4 @@ def test_offsets_beyond_two_to_the_31(row_dtype, width):
     rows = torch.empty(big, width, dtype=row_dtype, device="cuda")
     rows[-4000:] = inputs.rows
     far = replace(inputs, rows=rows, ids=torch.where(inputs.ids >= 0, inputs.ids + (big - 4000), -1))
-    assert error(far.call(attention)[0], exact(inputs)) < 6e-3
+    assert error(far.call(attention)[0], exact(inputs)) < (3e-3 if row_dtype == BF16 else 1e-2)

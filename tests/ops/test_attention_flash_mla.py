@@ -11,6 +11,7 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.ops.cuda import attention_flash_mla as flash
+from hisparse.ops.cuda import attention_switch as switch
 from tests.ops.mla_cases import Case, Inputs, error, exact, make
 
 BF16, FP8 = torch.bfloat16, torch.uint8
@@ -60,7 +61,7 @@ def package(monkeypatch):
         flash._plans.clear()
         return standin
 
-    monkeypatch.delenv(flash.SWITCH, raising=False)
+    monkeypatch.delenv(switch.SWITCH, raising=False)
     yield install
     flash.support.cache_clear()
     flash._is_forked.cache_clear()
@@ -78,7 +79,7 @@ def test_without_the_package_the_reason_is_told(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     flash.support.cache_clear()
     assert not flash.support(9).usable and "does not import" in flash.support(9).reason
-    monkeypatch.setenv(flash.SWITCH, "flash_mla")
+    monkeypatch.setenv(switch.SWITCH, "flash_mla")
     assert not chosen(make(REAL))
 
 
@@ -100,18 +101,26 @@ def test_a_package_without_the_kernels_is_no_package(package):
 
 @pytest.mark.parametrize(("wish", "faster", "want"), [
     ("auto", True, True), ("auto", False, False), ("own", True, False), ("flash_mla", False, True), ("", True, True),
+    ("cluster", True, False),
 ])
 def test_the_switch(package, monkeypatch, wish, faster, want):
     package(Standin())
-    monkeypatch.setenv(flash.SWITCH, wish)
+    monkeypatch.setenv(switch.SWITCH, wish)
     monkeypatch.setattr(flash, "faster", lambda *_: faster)
     assert chosen(make(REAL)) is want
 
 
+def test_auto_goes_by_the_table_and_by_exactness(package, monkeypatch):
+    package(Standin())
+    monkeypatch.setattr(flash, "FASTER_BF16_FROM", {64: 2})
+    assert chosen(make(REAL)) and not chosen(make(replace(REAL, n=1))) and not chosen(make(replace(REAL, heads=128)))
+    assert not chosen(make(replace(REAL, row_dtype=FP8)))
+
+
 def test_an_unknown_switch_is_refused(monkeypatch):
-    monkeypatch.setenv(flash.SWITCH, "fastest")
-    with pytest.raises(ConfigError, match="HISPARSE_ATTENTION must be one of auto, own, flash_mla, got 'fastest'"):
-        flash.mode()
+    monkeypatch.setenv(switch.SWITCH, "fastest")
+    with pytest.raises(ConfigError, match="HISPARSE_ATTENTION must be one of auto, own, flash_mla, cluster, got 'fastest'"):
+        switch.mode()
 
 
 @pytest.mark.parametrize("change", [
@@ -120,14 +129,14 @@ def test_an_unknown_switch_is_refused(monkeypatch):
 ])
 def test_what_does_not_fit_is_ours(package, monkeypatch, change):
     package(Standin())
-    monkeypatch.setenv(flash.SWITCH, "flash_mla")
+    monkeypatch.setenv(switch.SWITCH, "flash_mla")
     assert chosen(make(REAL))
     assert not chosen(make(replace(REAL, **change)))
 
 
 def test_strides_and_deltas_that_do_not_fit_are_ours(package, monkeypatch):
     package(Standin())
-    monkeypatch.setenv(flash.SWITCH, "flash_mla")
+    monkeypatch.setenv(switch.SWITCH, "flash_mla")
     inputs = make(REAL)
     assert not chosen(inputs, q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
     assert not chosen(inputs, row_ids=torch.cat([inputs.ids, inputs.ids], 1)[:, :128])
@@ -138,9 +147,9 @@ def test_strides_and_deltas_that_do_not_fit_are_ours(package, monkeypatch):
 def test_a_capture_without_a_plan_is_ours(package, monkeypatch):
     """FlashMLA makes its plan of splits in the first call of a shape, which a graph would repeat and outlive."""
     package(Standin())
-    monkeypatch.setenv(flash.SWITCH, "flash_mla")
+    monkeypatch.setenv(switch.SWITCH, "flash_mla")
     inputs = make(replace(REAL, row_dtype=FP8))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(flash, "_is_capturing", lambda q: True)
     assert not chosen(inputs) and chosen(make(REAL))
     flash.attend(inputs.q, inputs.rows, inputs.ids, 0.1, 0, None)
     assert chosen(inputs)

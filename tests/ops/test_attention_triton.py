@@ -86,7 +86,7 @@ ONE_TRITON = pytest.mark.skipif(not attention._HAS_GLUON, reason=f"the Hopper ke
 def test_another_triton_gets_the_general_kernel(monkeypatch):
     monkeypatch.setattr(attention, "_HAS_GLUON", False)
     attention.plan_launch.cache_clear()
-    assert not attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200, clustered=False).hopper
+    assert not attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200).hopper
     attention.plan_launch.cache_clear()
 
 
@@ -103,7 +103,7 @@ def test_the_hopper_kernel_compiles(is_fp8, is_split, host, q, tmp_path):
                 "host_ids": "*i32", "out": "*fp32" if is_split else q, "part_lse": "*fp32"}
     constants = {"IS_SPLIT": is_split, "IS_FP8": is_fp8, "HAS_HOST": host, "PDL": is_split,
                  "PRODUCER_REGISTERS": attention.plan_launch(
-                     1, 64, 2048, torch.uint8 if is_fp8 else torch.bfloat16, 512, 64, H200, clustered=False).producer_registers}
+                     1, 64, 2048, torch.uint8 if is_fp8 else torch.bfloat16, 512, 64, H200).producer_registers}
     source = GluonASTSource(attention_hopper.attend_rows, *signature(attention_hopper.attend_rows, pointers, constants))
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
@@ -141,11 +141,11 @@ def test_the_general_kernel_compiles(row_dtype, heads, latent, rope, major):
 @pytest.mark.parametrize(("heads", "row_dtype"), product([4, 16, 64, 128], [torch.float32, torch.bfloat16, torch.uint8]))
 def test_plans_cover_every_entry_and_fill_the_gpu(heads, row_dtype):
     for num, k in product([1, 2, 5, 16, 64, 100, 128, 512, 4096], [1, 32, 63, 64, 65, 1000, 2048]):
-        plan = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200, clustered=False)
+        plan = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200)
         assert not plan.cluster and plan.per_split % plan.block_n == 0
         assert (plan.splits - 1) * plan.per_split < k <= plan.splits * plan.per_split
-        cluster = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200).cluster
-        assert cluster in attention_cluster.CLUSTERS if cluster else row_dtype == torch.float32 or heads <= 16
+        cluster = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200, clustered=True).cluster
+        assert cluster in attention_cluster.RESIDENT if cluster else row_dtype == torch.float32 or heads <= 16
         assert cluster <= 1 or 64 * (cluster - 1) < k
     assert attention.plan_launch(1, heads, 2048, row_dtype, 512, 64, H200).splits >= 16
     assert attention.plan_launch(4096, heads, 2048, row_dtype, 512, 64, H200).splits == 1
@@ -174,16 +174,15 @@ def test_what_does_not_fit_is_refused(change):
 
 
 def test_what_the_cluster_kernel_reads():
-    """bfloat16 queries whose heads start on 16 bytes; the Triton kernels take the rest."""
+    """Queries and outputs whose heads start on 16 bytes; a Triton kernel takes the rest."""
     wide = torch.empty(3, 64, 600, dtype=torch.bfloat16)
     rows, out = torch.empty(10, 576, dtype=torch.bfloat16), torch.empty(3, 64, 512, dtype=torch.bfloat16)
-    assert attention_cluster.suits(wide[..., :576], rows, None, out)
-    assert attention_cluster.suits(wide[..., 8:584], rows, rows, out)
-    assert not attention_cluster.suits(wide[..., 4:580], rows, None, out)
-    assert not attention_cluster.suits(wide[..., :576].float(), rows, None, out)
-    assert not attention_cluster.suits(wide[..., :576], rows.float(), None, out)
+    assert attention_cluster.suits(wide[..., :576], rows, out) and attention_cluster.suits(wide[..., 8:584], rows, out)
+    assert attention_cluster.suits(wide[..., 4:580].float(), rows, out.float())
+    assert not attention_cluster.suits(wide[..., 4:580], rows, out)
+    assert not attention_cluster.suits(wide[..., :576], rows.float(), out)
     odd = torch.empty(3, 64, 514, dtype=torch.bfloat16)[..., :512]
-    assert not attention_cluster.suits(wide[..., :576], rows, None, odd)
+    assert not attention_cluster.suits(wide[..., :576], rows, odd)
 
 
 def test_no_rows_and_no_entries():

@@ -1,9 +1,9 @@
 """Sparse MLA over flat row ids on the GPU: which kernel runs, in how many splits, and its launch.
 
-Kernels with one contract. `attention_cluster` (CUDA) for bfloat16 queries at the real widths on Hopper; `attention_hopper`
-(Gluon) for the same widths and rows where the queries or their strides do not suit it; `attention_kernels` (Triton) for
-everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
-`attention_flash_mla` calls FlashMLA instead where that is installed, fits, and is faster.
+Kernels with one contract. `attention_hopper` (Gluon) for the real widths on Hopper with Triton 3.6; `attention_kernels`
+(Triton) for everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
+`attention_cluster` (CUDA) and `attention_flash_mla` (the FlashMLA package, where it is installed) run where `attention_switch`
+says so.
 
 Workspaces: parts of split query rows come from torch's allocator at each call, never from a cache of this module. Inside
 `torch.cuda.graph` they belong to that graph's private pool, so graphs, streams and batch sizes cannot share one by mistake;
@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention_cluster, attention_flash_mla, attention_kernels
+from hisparse.ops.cuda import attention_cluster, attention_flash_mla, attention_kernels, attention_switch
 
 _SCALED_LATENTS, _SCALE_ALIGN = 128, 16
 """fp8_ds_mla: latents that share a scale; bytes to whose multiple the scales of a row are filled up."""
@@ -123,7 +123,7 @@ def sparse_mla(
         q = q.contiguous()
     if launch is None:
         launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts,
-                             attention_cluster.suits(q, rows, host_rows, out))
+             attention_switch.mode() == "cluster" and attention_cluster.suits(q, rows, out))
     if launch.cluster:
         attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster)
         return out, gathered
@@ -174,9 +174,9 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
 
 @functools.lru_cache(maxsize=4096)
 def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim: int, rope: int,
-                device: tuple[int, int], clustered: bool = True) -> Launch:
-    """The launch of a shape. `device` = (compute capability's major number, multiprocessors); `clustered`: whether the inputs
-    suit `attention_cluster`.
+                device: tuple[int, int], clustered: bool = False) -> Launch:
+    """The launch of a shape. `device` = (compute capability's major number, multiprocessors); `clustered`: for
+    `attention_cluster`, if the widths and rows are its own.
 
     Example: 16 query rows, 64 heads, k 2048 on 132 multiprocessors -> 8 splits of 256 entries.
     """

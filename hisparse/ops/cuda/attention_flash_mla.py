@@ -4,9 +4,6 @@ Optional: nothing here is imported by hisparse's dependencies, and every call ha
 `flash_mla` (MIT licence; a build whose functions take `use_legacy` has the Hopper kernels in that namespace).
 bfloat16 rows go to its prefill kernel (one query row per step of a request is as good as a chunk), fp8_ds_mla rows to its
 decode kernel with pages of one row, so that its indices are our row ids.
-
-HISPARSE_ATTENTION in the environment: `auto` (default) chooses by `FASTER`, `own` never calls FlashMLA, `flash_mla` calls it
-wherever it fits.
 """
 
 from __future__ import annotations
@@ -14,19 +11,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hisparse.errors import ConfigError
+from hisparse.ops.cuda.attention_switch import mode
 
-SWITCH = "HISPARSE_ATTENTION"
-MODES = ("auto", "own", "flash_mla")
 LATENT, ROPE, FP8_ROW_BYTES = 512, 64, 656
 HEADS = (64, 128)
+FASTER_BF16_FROM: dict[int, int] = {}
+"""Heads -> query rows from which FlashMLA was measured to be faster for bfloat16 rows. Empty: nowhere so far."""
 K_STEP = 128
 """Its Hopper kernels walk the entries in steps of this many."""
 
@@ -38,18 +34,6 @@ class Support:
     usable: bool
     reason: str
     version: str = ""
-
-
-def mode(environ: str | None = None) -> str:
-    """The wish of the environment, or of `environ` in its place.
-
-    Raises:
-        ConfigError: none of `MODES`.
-    """
-    wish = (os.environ.get(SWITCH, "auto") if environ is None else environ).strip().lower() or "auto"
-    if wish not in MODES:
-        raise ConfigError(f"{SWITCH} must be one of {', '.join(MODES)}, got {wish!r}")
-    return wish
 
 
 @functools.cache
@@ -95,16 +79,23 @@ def chosen(q: Tensor, rows: Tensor, row_ids: Tensor, latent_dim: int, row_delta:
            device_major: int) -> bool:
     """Whether this call goes to FlashMLA."""
     wish = mode()
-    if wish == "own" or not support(device_major).usable or misfit(q, rows, row_ids, latent_dim, row_delta, host_ids):
+    if wish in ("own", "cluster") or not support(device_major).usable:
         return False
-    if rows.dtype == torch.uint8 and torch.cuda.is_current_stream_capturing() and _plan_key(q, row_ids) not in _plans:
+    if misfit(q, rows, row_ids, latent_dim, row_delta, host_ids):
         return False
-    return wish == "flash_mla" or faster(rows.dtype == torch.uint8, q.shape[0], q.shape[1], row_ids.shape[1])
+    if rows.dtype == torch.uint8 and _is_capturing(q) and _plan_key(q, row_ids) not in _plans:
+        return False
+    return wish == "flash_mla" or faster(rows.dtype == torch.uint8, q.shape[0], q.shape[1])
 
 
-def faster(is_fp8: bool, num: int, heads: int, k: int) -> bool:
-    """Whether FlashMLA was measured to be faster than our kernels (benchmarks/results, H200)."""
-    return False
+def faster(is_fp8: bool, num: int, heads: int) -> bool:
+    """Whether `auto` prefers FlashMLA: where it was measured to be faster than our kernels and is as exact.
+
+    Never for fp8_ds_mla rows: its relative error there (4e-3 to 7e-3 on an H200) is beyond the tests' 4e-3; ours is 1.8e-3.
+    """
+    if is_fp8:
+        return False
+    return num >= FASTER_BF16_FROM.get(heads, num + 1)
 
 
 def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: int, out: Tensor | None) -> Tensor:
@@ -130,6 +121,10 @@ def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: 
 _plans: dict[tuple[int, int, int, int], Any] = {}
 """FlashMLA's split plans by (device, query rows, heads, entries): functions of these alone. Kept, so that captured graphs that
 read them stay valid. Writer: `_plan`, outside of captures."""
+
+
+def _is_capturing(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _plan_key(q: Tensor, row_ids: Tensor) -> tuple[int, int, int, int]:
