@@ -5,8 +5,9 @@
 Each number is the median of CUDA graph replays, each graph a rotation of calls over different entries and queries so that
 at least 64 MiB of rows lie between two uses of one. Ceiling of a case: the longer of its gather (the best of a few plain
 Triton kernels that read the same rows by the same ids and add them up) and its arithmetic at the rate of a large dense
-bfloat16 product, both in the same run. Bar: 1.8 times that from 16 requests on. An answer that differs from float64 by
-more than rounding ends the run. Exit code 1 with --check if a bar is missed.
+bfloat16 product, both in the same run. Bars: 1.8 times that from 16 requests on; 1.5 times FlashMLA where that loads.
+A number is of the kernel that `sparse_mla` chooses; own_us is of ours, cluster_us of the one that HISPARSE_ATTENTION=cluster
+chooses. An answer that differs from float64 by more than rounding ends the run. Exit code 1 with --check if a bar is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import report
-from hisparse.ops.cuda import attention
+from hisparse.ops.cuda import attention, attention_flash_mla
 
 LATENT, ROPE, TOP_K = 512, 64, 2048
 BATCHES, HEADS, ROWS = (1, 4, 16, 64, 128, 256), (64, 128), ("bf16", "fp8")
@@ -33,8 +34,7 @@ ROTATED_BYTES = 64 << 20
 BAR_OVER_CEILING, BAR_FROM_BATCH = 1.8, 16
 EARLIER_TRITON_US = {1: 12.0, 16: 38.0, 64: 104.0}
 """An earlier split-K Triton kernel, bfloat16 rows, 64 heads (H200, 2026-11-30); not to be slower."""
-FLASH_MLA_US = {"fp8": {1: 20.0, 16: 32.0, 64: 78.0}, "bf16": {1: 61.0, 16: 64.0, 64: 71.0}}
-"""FlashMLA, 64 heads (H200, 2026-11-30): measured before, not in this run."""
+BAR_OVER_FLASH_MLA = 1.5
 
 
 @triton.jit
@@ -106,12 +106,30 @@ def median_us(calls: Sequence[Callable[[], object]], repeats: int = 9, least_us:
     return statistics.median(times), times[0], times[-1]
 
 
-def attention_us(data: Data, launch: attention.Launch | None = None) -> tuple[float, float, float]:
-    out = torch.empty_like(data.queries[0][:, :, :LATENT])
+def attention_us(data: Data) -> tuple[float, float, float]:
+    """`sparse_mla` as it is called in a step: by the kernel that it chooses."""
+    return _rotated(data, lambda q, ids: attention.sparse_mla(q, data.rows, ids, data.scaling, LATENT))
 
+
+def own_us(data: Data, launch: attention.Launch) -> tuple[float, float, float]:
+    return _rotated(data, lambda q, ids: attention.sparse_mla(q, data.rows, ids, data.scaling, LATENT, launch=launch))
+
+
+def flash_mla_us(data: Data) -> tuple[float, float, float] | None:
+    """FlashMLA on the same inputs; None where it does not load or fit."""
+    q, ids = data.queries[0], data.ids[0]
+    if not attention_flash_mla.support(9).usable or attention_flash_mla.misfit(q, data.rows, ids, LATENT, 0, None):
+        return None
+    return _rotated(data, lambda q, ids: attention_flash_mla.attend(q, data.rows, ids, data.scaling, 0, None))
+
+
+def _is_flash_mla(data: Data) -> bool:
+    return attention_flash_mla.chosen(data.queries[0], data.rows, data.ids[0], LATENT, 0, None, 9)
+
+
+def _rotated(data: Data, attend: Callable[[Tensor, Tensor], object]) -> tuple[float, float, float]:
     def call(turn: int) -> Callable[[], object]:
-        q, ids = data.queries[turn % len(data.queries)], data.ids[turn]
-        return lambda: attention.sparse_mla(q, data.rows, ids, data.scaling, LATENT, out=out, launch=launch)
+        return lambda: attend(data.queries[turn % len(data.queries)], data.ids[turn])
 
     return median_us([call(turn) for turn in range(len(data.ids))])
 
@@ -167,14 +185,24 @@ def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str]) 
                 ceiling = max(gather, math)
                 plan = attention.plan_launch(batch, num_heads, TOP_K, rows.dtype, LATENT, ROPE,
                                              attention.device_facts(rows.device))
+                flash = flash_mla_us(data)
+                own = own_us(data, plan)[0] if flash is not None and _is_flash_mla(data) else value
+                cluster = attention.plan_launch(batch, num_heads, TOP_K, rows.dtype, LATENT, ROPE,
+                                                attention.device_facts(rows.device), clustered=True)
+                cluster_wrong = relative_error(data, cluster)
+                if not cluster_wrong < 6e-3:
+                    raise SystemExit(f"cluster kernel, {kind}, {num_heads} heads, batch {batch}: error {cluster_wrong:.2e}")
                 bars = [BAR_OVER_CEILING * ceiling] if batch >= BAR_FROM_BATCH else []
                 if kind == "bf16" and num_heads == 64 and batch in EARLIER_TRITON_US:
                     bars.append(EARLIER_TRITON_US[batch])
-                detail = {"gather_us": gather, "gather_tb_per_s": bytes_moved / gather / 1e6, "math_us": math,
+                if flash is not None:
+                    bars.append(BAR_OVER_FLASH_MLA * flash[0])
+                detail = {"own_us": own, "cluster_us": own_us(data, cluster)[0], "cluster": cluster.cluster,
+                          "gather_us": gather, "gather_tb_per_s": bytes_moved / gather / 1e6, "math_us": math,
                           "splits": plan.splits, "relative_error": wrong,
                           "tflops": math * tflops / value, "tb_per_s": bytes_moved / value / 1e6}
-                if num_heads == 64 and batch in FLASH_MLA_US[kind]:
-                    detail["flash_mla_earlier_us"] = FLASH_MLA_US[kind][batch]
+                if flash is not None:
+                    detail["flash_mla_us"] = flash[0]
                 found.append(report.Row(
                     case=f"{kind} rows, {num_heads} heads, batch {batch}", value=value, unit="us", best=best, max=worst,
                     bar=min(bars, default=None), yardstick=(ceiling, "gathers" if gather >= math else "products"),

@@ -89,6 +89,48 @@ def test_the_general_kernel_where_the_other_is_chosen(heads, row_dtype):
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("cluster", [1, 2, 3, 4, 6, 8, 16])
+def test_every_cluster(cluster, row_dtype):
+    """Shares of the entries that are even, uneven, of one tile, and empty; heads that fill no block; host rows."""
+    from hisparse.ops.cuda import attention
+
+    launch = attention.Launch(hopper=False, splits=cluster, per_split=64, cluster=cluster)
+    for change in ({"k": 2048}, {"k": 1111, "host": True, "row_delta": 17}, {"k": 65}, {"heads": 128, "n": 70},
+                   {"heads": 40, "k": 500, "masked": 0.97}, {"masked": 1.0},
+                   {"q_dtype": F32, "k": 300, "id_dtype": torch.int64}):
+        inputs = make(replace(REAL, row_dtype=row_dtype, **change), "cuda")
+        out = torch.full((inputs.case.n, inputs.case.heads, 512), float("nan"), dtype=inputs.case.q_dtype, device="cuda")
+        inputs.call(attention, launch=launch, out=out)
+        assert error(out, exact(inputs)) < bound(inputs.case) and not bool(out.isnan().any()), (cluster, inputs.case)
+
+
+@pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("n", [1, 16, 130])
+def test_the_cluster_kernel_by_the_switch(n, row_dtype, monkeypatch):
+    """Right, the same bits in a graph, and NaN in a named row shows."""
+    from hisparse.ops.cuda import attention, attention_cluster, attention_switch
+
+    calls, attend = [], attention_cluster.attend
+    monkeypatch.setattr(attention_cluster, "attend", lambda *args: calls.append(1) or attend(*args))
+    monkeypatch.setenv(attention_switch.SWITCH, "cluster")
+    inputs = make(replace(REAL, n=n, row_dtype=row_dtype), "cuda")
+    want, _ = inputs.call(attention)
+    assert calls and error(want, exact(inputs)) < bound(inputs.case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = inputs.call(attention)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+    row = int(inputs.ids[-1][inputs.ids[-1] >= 0][0]) if n > 1 else int(inputs.ids[inputs.ids >= 0][0])
+    names = (inputs.ids == row).any(1)
+    inputs.rows.view(torch.uint8)[row] = 0xFF
+    out, _ = inputs.call(attention)
+    assert bool(out[names].isnan().any(2).all()) and not bool(out[~names].isnan().any())
+
+
+@pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("masked", [0.0, 0.97, 1.0])
 def test_masks(masked, row_dtype):
     check(replace(REAL, n=7, masked=masked, row_dtype=row_dtype))

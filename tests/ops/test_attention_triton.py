@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention, attention_kernels
+from hisparse.ops.cuda import attention, attention_cluster, attention_kernels
 from tests.ops.mla_cases import Case, make
 
 H200 = (9, 132)
@@ -142,8 +142,11 @@ def test_the_general_kernel_compiles(row_dtype, heads, latent, rope, major):
 def test_plans_cover_every_entry_and_fill_the_gpu(heads, row_dtype):
     for num, k in product([1, 2, 5, 16, 64, 100, 128, 512, 4096], [1, 32, 63, 64, 65, 1000, 2048]):
         plan = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200)
-        assert plan.per_split % plan.block_n == 0
+        assert not plan.cluster and plan.per_split % plan.block_n == 0
         assert (plan.splits - 1) * plan.per_split < k <= plan.splits * plan.per_split
+        cluster = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200, clustered=True).cluster
+        assert cluster in attention_cluster.RESIDENT if cluster else row_dtype == torch.float32 or heads <= 16
+        assert cluster <= 1 or 64 * (cluster - 1) < k
     assert attention.plan_launch(1, heads, 2048, row_dtype, 512, 64, H200).splits >= 16
     assert attention.plan_launch(4096, heads, 2048, row_dtype, 512, 64, H200).splits == 1
 
@@ -168,6 +171,18 @@ def test_what_does_not_fit_is_refused(change):
         more["out"] = torch.empty(3, 4, 63)
     with pytest.raises(ConfigError):
         attention.sparse_mla(q, rows, ids, 1.0, latent, **more)
+
+
+def test_what_the_cluster_kernel_reads():
+    """Queries and outputs whose heads start on 16 bytes; a Triton kernel takes the rest."""
+    wide = torch.empty(3, 64, 600, dtype=torch.bfloat16)
+    rows, out = torch.empty(10, 576, dtype=torch.bfloat16), torch.empty(3, 64, 512, dtype=torch.bfloat16)
+    assert attention_cluster.suits(wide[..., :576], rows, out) and attention_cluster.suits(wide[..., 8:584], rows, out)
+    assert attention_cluster.suits(wide[..., 4:580].float(), rows, out.float())
+    assert not attention_cluster.suits(wide[..., 4:580], rows, out)
+    assert not attention_cluster.suits(wide[..., :576], rows.float(), out)
+    odd = torch.empty(3, 64, 514, dtype=torch.bfloat16)[..., :512]
+    assert not attention_cluster.suits(wide[..., :576], rows, odd)
 
 
 def test_no_rows_and_no_entries():

@@ -1,7 +1,9 @@
 """Sparse MLA over flat row ids on the GPU: which kernel runs, in how many splits, and its launch.
 
-Two kernels with one contract: `attention_hopper` for the real widths on Hopper with Triton 3.6, `attention_kernels` for
-everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
+Kernels with one contract. `attention_hopper` (Gluon) for the real widths on Hopper with Triton 3.6; `attention_kernels`
+(Triton) for everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
+`attention_cluster` (CUDA) and `attention_flash_mla` (the FlashMLA package, where it is installed) run where `attention_switch`
+says so.
 
 Workspaces: parts of split query rows come from torch's allocator at each call, never from a cache of this module. Inside
 `torch.cuda.graph` they belong to that graph's private pool, so graphs, streams and batch sizes cannot share one by mistake;
@@ -19,7 +21,7 @@ import triton
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention_kernels
+from hisparse.ops.cuda import attention_cluster, attention_flash_mla, attention_kernels, attention_switch
 
 _SCALED_LATENTS, _SCALE_ALIGN = 128, 16
 """fp8_ds_mla: latents that share a scale; bytes to whose multiple the scales of a row are filled up."""
@@ -41,7 +43,8 @@ class Launch:
     """How a call is cut up. A function of shapes alone, so that a captured graph and an eager call agree bit for bit.
 
     Attributes:
-        hopper: which kernel. splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
+        cluster: CTAs of a query row and block of heads in `attention_cluster`; 0 = another kernel runs, as the rest says.
+        hopper: which one. splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
         block_h, block_n: heads and entries of a tile. warps, stages: of a program (general kernel).
         part_dtype: of the parts. producer_registers: of the Hopper kernel's producer threads.
         pdl: the combination is launched before the parts are complete, and waits on the device (from Hopper on).
@@ -57,6 +60,7 @@ class Launch:
     part_dtype: torch.dtype = torch.float32
     producer_registers: int = 96
     pdl: bool = False
+    cluster: int = 0
 
 
 def sparse_mla(
@@ -88,7 +92,7 @@ def sparse_mla(
         host_rows: as `rows`; may alias registered host memory. host_ids: int32 or int64 [n, k]: entries to read there
             instead, without row_delta. An entry is named by one of the two at most.
         out: [n, heads, latent_dim] in q's dtype, latents adjacent: written completely.
-        launch: in place of `plan_launch(...)`: tuning.
+        launch: in place of `plan_launch(...)`, and never FlashMLA: tuning.
     Returns:
         (out, gathered): out is 0 for a row without entries. gathered: int64 [n], entries read from `host_rows`; None
         without `host_ids`.
@@ -101,11 +105,15 @@ def sparse_mla(
     num, heads, width = q.shape
     k = row_ids.shape[1]
     _check(q, rows, row_ids, latent_dim, host_rows, host_ids)
-    if out is None:
-        out = torch.empty(num, heads, latent_dim, dtype=q.dtype, device=q.device)
-    elif out.shape != (num, heads, latent_dim) or out.dtype != q.dtype or (out.numel() and out.stride(2) != 1):
+    if out is not None and (out.shape != (num, heads, latent_dim) or out.dtype != q.dtype
+                            or (out.numel() and out.stride(2) != 1)):
         raise ConfigError(f"out must be {q.dtype} [{num}, {heads}, {latent_dim}] with adjacent latents, got {out.dtype} "
                           f"{list(out.shape)} with strides {out.stride()}")
+    facts = device_facts(q.device)
+    if launch is None and attention_flash_mla.chosen(q, rows, row_ids, latent_dim, row_delta, host_ids, facts[0]):
+        return attention_flash_mla.attend(q, rows, row_ids, scaling, row_delta, out), None
+    if out is None:
+        out = torch.empty(num, heads, latent_dim, dtype=q.dtype, device=q.device)
     gathered = None if host_ids is None else (host_ids >= 0).sum(1)
     if num == 0 or heads == 0:
         return out, gathered
@@ -114,7 +122,11 @@ def sparse_mla(
     if q.stride(2) != 1:
         q = q.contiguous()
     if launch is None:
-        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, device_facts(q.device))
+        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts,
+             attention_switch.mode() == "cluster" and attention_cluster.suits(q, rows, out))
+    if launch.cluster:
+        attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster)
+        return out, gathered
     target, lse = out, out
     if launch.splits > 1:
         target = torch.empty(num, launch.splits, heads, latent_dim, dtype=launch.part_dtype, device=q.device)
@@ -162,14 +174,19 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
 
 @functools.lru_cache(maxsize=4096)
 def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim: int, rope: int,
-                device: tuple[int, int]) -> Launch:
-    """The launch of a shape. `device` = (compute capability's major number, multiprocessors).
+                device: tuple[int, int], clustered: bool = False) -> Launch:
+    """The launch of a shape. `device` = (compute capability's major number, multiprocessors); `clustered`: for
+    `attention_cluster`, if the widths and rows are its own.
 
     Example: 16 query rows, 64 heads, k 2048 on 132 multiprocessors -> 8 splits of 256 entries.
     """
     major, processors = device
     is_float32, is_fp8 = row_dtype == torch.float32, row_dtype == torch.uint8
-    if _HAS_GLUON and major == 9 and (latent_dim, rope) == (512, 64) and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
+    is_real = major == 9 and (latent_dim, rope) == (attention_cluster.LATENT, attention_cluster.ROPE)
+    if is_real and clustered and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
+        cluster = attention_cluster.plan_cluster(num, heads, k, processors)
+        return Launch(hopper=False, splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster)
+    if _HAS_GLUON and is_real and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
         splits, per_split = _splits(num * triton.cdiv(heads, 64), k, 64, processors)
         return Launch(hopper=True, splits=splits, per_split=per_split, pdl=True, producer_registers=112 if is_fp8 else 96)
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64

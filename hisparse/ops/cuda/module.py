@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 import struct
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from hisparse.ops.cuda import driver
 from hisparse.ops.sources import kernel_sources
 
 Argument = Tensor | int | float | bytes | None
+_Key = tuple[str, str, tuple[tuple[str, int], ...], str]
 OPTIONS = ("-std=c++17", "-default-device", "--extra-device-vectorization")
 _MAX_PARAMETERS = 64
 
@@ -36,10 +41,15 @@ class Instance:
     source: str
     function: str
     defines: Mapping[str, int] = field(default_factory=dict)
+    architecture: str = ""
+    """The only one it compiles for, e.g. "sm_90a" (whose instructions no later one has); empty: any."""
 
     def options(self) -> tuple[str, ...]:
         """Compiler options, in a fixed order, without the architecture."""
         return OPTIONS + tuple(f"-D{name}={value}" for name, value in sorted(self.defines.items()))
+
+    def key(self) -> _Key:
+        return self.source, self.function, tuple(sorted(self.defines.items())), self.architecture
 
 
 class Kernel:
@@ -147,24 +157,33 @@ def _parameter_format(function: int, name: str) -> str:
     raise InvariantError(f"{name} takes more than {_MAX_PARAMETERS} parameters")
 
 
-def kernel(source: str, function: str, **defines: int) -> Kernel:
-    """The loaded instance for the current device; compiled once (about 2 s), then from CuPy's cache on disk.
+def load(instance: Instance) -> Kernel:
+    """The loaded instance for the current device; compiled once (2 to 8 s), then from CuPy's cache on disk.
 
     Raises:
         ConfigError: no CuPy, no NVRTC, no sources, or the source does not compile (with the compiler's messages).
     """
-    return _kernel(source, function, tuple(defines.items()), torch.cuda.current_device())
+    return _kernel(instance.key(), torch.cuda.current_device())
+
+
+def kernel(source: str, function: str, **defines: int) -> Kernel:
+    """`load` of an instance that compiles for any architecture; cheap enough for every launch."""
+    return _kernel((source, function, tuple(defines.items()), ""), torch.cuda.current_device())
 
 
 @functools.cache
-def _kernel(source: str, function: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    instance = Instance(source, function, dict(defines))
+def _kernel(key: _Key, device: int) -> Kernel:
+    source, function, defines, architecture = key
+    instance = Instance(source, function, dict(defines), architecture)
     cupy = _cupy()
     path = kernel_sources() / source
     options = (*instance.options(), f"-I{path.parent}")
     try:
         with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
+            if architecture:  # CuPy compiles for "sm_90" alone
+                module = cupy.RawModule(path=str(_cubin_file(instance)))
+            else:
+                module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
             loaded = module.get_function(function).kernel
             driver.bind_context(device)
             return Kernel(loaded.ptr, f"{source}:{function}", device, owner=loaded)
@@ -174,6 +193,21 @@ def _kernel(source: str, function: str, defines: tuple[tuple[str, int], ...], de
         raise ConfigError(
             f"cannot load {source}: {error}; NVRTC is needed: pip install nvidia-cuda-nvrtc, or a CUDA toolkit"
         ) from error
+
+
+def _cubin_file(instance: Instance) -> Path:
+    """The instance compiled for its architecture, in CuPy's cache directory; compiled again when a source changes."""
+    sources = kernel_sources()
+    parts = [repr((instance.key(), instance.options(), nvrtc_version())), (sources / instance.source).read_text()]
+    parts += [path.read_text() for path in sorted(sources.glob("*.cuh"))]
+    name = f"hisparse-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.cubin"
+    file = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache") / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as half:
+            half.write(compile_cubin(instance, instance.architecture))
+        os.replace(half.name, file)
+    return file
 
 
 def compile_cubin(instance: Instance, architecture: str) -> bytes:
