@@ -19,9 +19,10 @@ from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement, rank_gpus
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path
+from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path, served_name
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError
+from hisparse.metrics.ray_sink import RaySink
 from hisparse.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -130,6 +131,13 @@ class EngineActors:
         about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None,
                  "hot_region_rows": list(hot_rows(config.cache, kv_layout(config))) if config.cache.enabled else []}
         coordinator.call("start", about, build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
+        if config.serve.metrics_interval_s:
+            coordinator.call("report", RaySink, self.labels, config.serve.metrics_interval_s, timeout_s=limit_s)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the engine's metrics."""
+        return {"model": served_name(self.config.model), "role": self.config.pd.role, "engine": self.identity.engine_id}
 
     @property
     def front(self) -> Actor:

@@ -15,15 +15,18 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
-from hisparse.actors.handles import find_actors, translate
+from hisparse.actors.handles import find_actors, metrics_endpoints, translate
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import HiSparseError
+from hisparse.metrics import NullSink, RequestFeed, Sink
+from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.ingress import create_api
+from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
 
 logger = logging.getLogger(__name__)
@@ -89,7 +92,8 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client)
+        feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, feed)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
@@ -131,6 +135,9 @@ class ServeBackend:
 
         return list(await asyncio.gather(*(ask(actor) for actor in actors)))
 
+    async def metrics_endpoints(self) -> list[str]:
+        return await asyncio.to_thread(metrics_endpoints)
+
 
 class Ingress:
     """The HTTP deployment: `create_api` over the decode deployment."""
@@ -155,7 +162,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
-        return create_api(config, _current_backend)
+        return create_api(config, _current_backend, _sink(config))
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
         MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
@@ -184,6 +191,10 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     return application
 
 
+def _sink(config: HiSparseConfig) -> Sink:
+    return RaySink() if config.serve.metrics_interval_s else NullSink()
+
+
 @contextmanager
 def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Iterator[None]:
     """The running service of this configuration on a Ray cluster that is there already; ends with the block.
@@ -193,6 +204,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             start; with the reason.
     """
     _check_no_other_serve()
+    KeyRing(config.serve)  # a file that cannot be read is an error here, not in a replica
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
     try:
