@@ -51,22 +51,24 @@ CACHE = (
              R("resolve.device_to_host_bytes")),
     _counter("mirrored_rows", "rows", "New rows that were written to device and host at once.", R("resolve.mirrored_rows")),
     _counter("spilled_pages", "pages", "Pages whose bytes were copied from device to host.", R("resolve.spilled_pages")),
-    _counter("spills", "pages", "Write-backs of pages by outcome; without_bytes: every row had been mirrored already.",
-             R("cache.spills_completed", "completed"), R("cache.spills_failed", "failed"),
-             R("cache.spills_without_bytes", "without_bytes"), own="outcome"),
+    _counter("spills", "pages", "Write-backs of pages by outcome.", R("cache.spills_completed", "completed"),
+             R("cache.spills_failed", "failed"), own="outcome"),
+    _counter("spills_without_bytes", "pages", "Write-backs that copied nothing, because every row had been mirrored.",
+             R("cache.spills_without_bytes")),
     _gauge("pending_spills", "pages", "Pages whose write-back has not completed.", R("cache.pages_spilling")),
 )
 
 # ------------------------------------------------------------------------------------------- pools
 POOLS = (
     _gauge("host_blocks_total", "pages", "Host pages of the pool.", R("cache.host_blocks_total")),
-    _gauge("host_blocks_used", "pages", "Host pages that requests or the prefix cache hold.",
+    _gauge("host_blocks_used", "pages", "Host pages that requests hold. Published pages that nobody holds count as free.",
            R("cache.host_blocks_total", minus="cache.host_blocks_free")),
     _gauge("host_blocks_usage", "ratio", "Used share of the host pool, 0 to 1.",
            R("cache.host_blocks_total", minus="cache.host_blocks_free", over="cache.host_blocks_total")),
     _gauge("host_blocks_reserved", "pages", "Host pages promised to admitted requests and not yet taken.",
            R("cache.host_blocks_reserved")),
-    _gauge("host_pages_published", "pages", "Host pages that a prefix can find.", R("cache.host_pages_published")),
+    _gauge("host_pages_published", "pages", "Host pages that a prompt's prefix can find, held or not.",
+           R("cache.host_pages_published")),
     _gauge("device_blocks_total", "blocks", "Blocks of the packed device pool.", R("cache.device_blocks_total")),
     _gauge("device_blocks_used", "blocks", "Device blocks that are neither free nor loose.",
            R("cache.device_blocks_total", minus="cache.device_blocks_free")),
@@ -100,7 +102,6 @@ SCHEDULING = (
     _counter("preemptions", "requests", "Requests that lost their blocks to earlier ones.", R("preemptions")),
     _counter("generated_tokens", "tokens", "Tokens sampled.", R("generated_tokens")),
     _counter("indexer_loads", "requests", "Admissions that loaded indexer pages from the host store.", R("indexer_loads")),
-    _counter("workers_lost", "workers", "Rank workers that failed.", R("cache.workers_lost")),
 )
 
 # ------------------------------------------------------------------------------------------- prefill/decode

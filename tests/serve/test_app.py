@@ -26,7 +26,7 @@ def test_serve_files_fit_rays_schema_and_our_models(path: Path) -> None:
     module, _, name = (application.import_path or "").partition(":")
     assert module == "hisparse.serve" and getattr(hisparse.serve, name) is hisparse.serve.build_app
     config = load_config(dict(application.args), environ={})
-    assert config.for_role("prefill").cache.device_blocks == 1024 != config.cache.device_blocks
+    assert config.for_role("prefill").scheduler != config.for_role("decode").scheduler, "the overrides are in force"
     hisparse.serve.build_app(dict(application.args))
 
 
