@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hisparse.actors import logs
 from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
 from hisparse.actors.executor import RayExecutor
 from hisparse.actors.handles import Actor, gather, start_actor
@@ -63,6 +64,7 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
     from hisparse.engine.core import EngineCore
     from hisparse.pd.connector import PDConnectorScheduler
 
+    logs.configure(config.serve, engine=identity.engine_id)
     pd = None
     if config.pd.role != "colocated":
         pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,

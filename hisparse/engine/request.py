@@ -81,5 +81,5 @@ class Request:
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens, cached_tokens=self.cached_tokens or 0, landing=self.landing,
             preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens,
-            spilled_pages=self.spilled_pages, queue_s=self.queue_s or 0.0, resolve=self.resolve,
+            spilled_pages=self.spilled_pages, queue_s=self.queue_s, resolve=self.resolve,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hisparse.metrics.catalogue import (
     CACHED_TOKENS,
@@ -31,13 +32,17 @@ CLIENT_LEFT = 499
 
 
 class RequestFeed:
-    """Of one decode (or colocated) replica."""
+    """Of one replica: requests of decode and colocated ones, and how long any of them queued."""
 
     def __init__(self, sink: Sink, clock: Clock = time.monotonic, *, model: str, role: str, engine: str) -> None:
         self._sink, self._clock = sink, clock
         self._labels = {"model": model, "role": role, "engine": engine}
-        for reason in FINISH:
+        for reason in FINISH if role != "prefill" else ():
             sink.add(FINISHED, 0, self._labels | {"reason": reason})
+
+    def queued(self, stats: RequestStats) -> None:
+        """A request of a prefill replica is done."""
+        _queue(self._sink, stats, self._labels)
 
     def begin(self) -> RequestTimer:
         return RequestTimer(self._sink, self._labels, self._clock)
@@ -72,17 +77,26 @@ class RequestTimer:
 
     def stats(self, stats: RequestStats) -> None:
         """From the request's last increment."""
-        self._sink.observe(QUEUE, stats.queue_s, self._labels)
+        _queue(self._sink, stats, self._labels)
         self._sink.add(PROMPT_TOKENS, stats.prompt_tokens, self._labels)
         self._sink.add(CACHED_TOKENS, stats.cached_tokens, self._labels)
 
-    def end(self, reason: str) -> None:
-        """Args: reason: one of `FINISH`."""
+    def end(self, reason: str) -> dict[str, Any]:
+        """Returns what a log line says of it. `reason`: one of `FINISH`."""
+        seconds = self._clock() - self._began_s
         self._sink.add(FINISHED, 1, self._labels | {"reason": reason})
-        self._sink.observe(DURATION, self._clock() - self._began_s, self._labels)
+        self._sink.observe(DURATION, seconds, self._labels)
         if self._tokens > 1:
             self._sink.observe(MEAN_GAP, (self._last_s - self._first_s) / (self._tokens - 1), self._labels)
             self._sink.observe(LONGEST_GAP, self._longest_s, self._labels)
+        first_s = self._first_s - self._began_s if self._tokens else None
+        return {"reason": reason, "output_tokens": self._tokens, "seconds": round(seconds, 4),
+                "first_token_s": None if first_s is None else round(first_s, 4)}
+
+
+def _queue(sink: Sink, stats: RequestStats, labels: dict[str, str]) -> None:
+    if stats.queue_s is not None:
+        sink.observe(QUEUE, stats.queue_s, labels)
 
 
 class HttpFeed:

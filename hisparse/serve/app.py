@@ -14,6 +14,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
+from hisparse.actors import logs
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
 from hisparse.actors.handles import find_actors, metrics_endpoints, translate
 from hisparse.actors.memory_plan import MemoryPlan
@@ -46,7 +47,9 @@ class _EngineReplica:
     def __init__(self, config: HiSparseConfig) -> None:
         app = serve.get_replica_context().app_name
         identity = EngineIdentity.new(config.pd.role, app)
+        logs.configure(config.serve, replica=identity.engine_id)
         self.engine = EngineActors.start(config, identity)
+        self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
         logger.info("engine %s is ready", identity.engine_id)
 
     async def check_health(self) -> None:
@@ -69,7 +72,7 @@ class PrefillReplica(_EngineReplica):
 
     def __init__(self, config: HiSparseConfig) -> None:
         super().__init__(config)
-        self._service = PrefillService(self.engine)
+        self._service = PrefillService(self.engine, self.feed)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         return await self._service.prefill(call)
@@ -92,8 +95,8 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, feed)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client,
+                                      self.feed)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
@@ -162,6 +165,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
+        logs.configure(config.serve, replica="ingress")
         return create_api(config, _current_backend, _sink(config))
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class DecodeService:
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
         timer, ended = self._feed.begin(), "abandoned"
+        facts: dict[str, Any] = {"request_id": call.request_id}
         try:
             deadline = time.monotonic() + call.timeout_s
             with self._admitted():
@@ -80,15 +81,17 @@ class DecodeService:
                                         cache_salt=call.cache_salt)
                 async for chunk in self._run(request, deadline, timer):
                     ended = "error" if chunk.error is not None else chunk.finish_reason or ended
+                    facts |= _facts(chunk)
                     yield chunk
         except Exception as error:
             answer = ApiError.of(error)
             ended = "refused" if answer.status < 500 else "error"
             if not isinstance(error, ApiError) and answer.status == 500:
                 logger.exception("request %s", call.request_id)
+            facts |= _facts(Chunk(error=answer))
             yield Chunk(error=answer)
         finally:
-            timer.end(ended)
+            logger.info("request ended", extra={"fields": facts | timer.end(ended)})
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -193,6 +196,17 @@ class DecodeService:
             finish_reason=output.finish_reason.value if output.finish_reason is not None and error is None else None,
             stats=None if output.stats is None else {**_stats(output.stats), **facts, "request_id": output.request_id},
         )
+
+
+def _facts(chunk: Chunk) -> dict[str, Any]:
+    """What a log line says of a request: numbers and names. A message only where it is ours to explain, not the client's."""
+    known = ("prompt_tokens", "cached_tokens", "queue_s", "landing", "preemptions", "prefill", "prefill_attempts")
+    facts = {key: chunk.stats[key] for key in known if key in chunk.stats} if chunk.stats is not None else {}
+    if chunk.error is not None:
+        facts["status"] = chunk.error.status
+        if chunk.error.status >= 500:
+            facts["error"] = chunk.error.message
+    return facts
 
 
 def _stats(stats: RequestStats) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
+import uuid
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -19,6 +20,10 @@ OPEN_PATHS = ("/health",)
 """For probes, which have no key; what strangers learn there is one word."""
 TENANT = "hisparse.tenant"
 """Where a request's scope has the tenant; absent = the caller gave no valid key."""
+
+
+REQUEST_ID = "hisparse.request_id"
+"""Where a request's scope has its id."""
 
 
 class Guard:
@@ -64,7 +69,7 @@ def is_local(client: Any) -> bool:
 
 
 class Measured:
-    """Counts and times every HTTP request, streams to their end."""
+    """Counts and times every HTTP request, streams to their end; gives each an id, which its answer's head and logs name."""
 
     def __init__(self, app: Any, *, feed: HttpFeed) -> None:
         self._app, self._feed = app, feed
@@ -75,15 +80,21 @@ class Measured:
             return
         began_s, status, ended = time.monotonic(), CLIENT_LEFT, False
 
+        request_id = scope[REQUEST_ID] = uuid.uuid4().hex
+
         async def sending(message: Any) -> None:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
             ended = ended or (message["type"] == "http.response.body" and not message.get("more_body"))
             await send(message)
 
         try:
             await self._app(scope, receive, sending)
+        except Exception:  # answered above this layer
+            status, ended = 500, True
+            raise
         finally:
             self._feed.answered(_path(scope), status if ended else CLIENT_LEFT, time.monotonic() - began_s)
 

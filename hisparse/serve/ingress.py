@@ -21,7 +21,7 @@ from hisparse.serve.api import ChatRequest, CompletionRequest, parse_body
 from hisparse.serve.calls import Backend, Chunk, GenerateCall
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import Chunks, Generation
-from hisparse.serve.guard import TENANT, Guard, Measured
+from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
 from hisparse.serve.keys import KeyRing, tenant_salt
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer, error_event
 
@@ -70,7 +70,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         body = parse_body(await _read(request, config.serve.max_body_bytes), CompletionRequest)
         check_model(body.model)
         prompts, n = body.prompts, body.num_choices
-        writer = CompletionWriter(served, num_choices=len(prompts) * n, num_prompts=len(prompts),
+        writer = CompletionWriter(served, request.scope[REQUEST_ID], num_choices=len(prompts) * n, num_prompts=len(prompts),
                                   include_usage=body.include_usage, logprobs=body.num_logprobs is not None,
                                   token_ids=body.return_token_ids)
         calls = [
@@ -89,7 +89,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         body = parse_body(await _read(request, config.serve.max_body_bytes), ChatRequest)
         check_model(body.model)
         messages = tuple((message.role, message.text) for message in body.messages)
-        writer = ChatWriter(served, num_choices=body.num_choices, include_usage=body.include_usage,
+        writer = ChatWriter(served, request.scope[REQUEST_ID], num_choices=body.num_choices, include_usage=body.include_usage,
                             logprobs=body.num_logprobs is not None, token_ids=body.return_token_ids)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         calls = [
@@ -134,8 +134,11 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
 
     @api.exception_handler(Exception)
     async def on_error(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return await on_api_error(request, ApiError.of(error))
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error,
+                     extra={"fields": {"request_id": request.scope.get(REQUEST_ID)}})
+        response = await on_api_error(request, ApiError.of(error))
+        response.headers["X-Request-Id"] = str(request.scope.get(REQUEST_ID, ""))  # this answer passes no layer of ours
+        return response
 
     return api
 

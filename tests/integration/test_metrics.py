@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -119,15 +120,16 @@ def differences(stats: dict[str, Any], samples: Samples) -> list[str]:
 
 
 def test_requests_and_http_are_counted_once(service: Guarded) -> None:
-    def counts() -> tuple[float, float, float]:
+    def counts() -> tuple[float, ...]:
         samples = service.samples()
-        return (total(samples, "ray_hisparse_requests_finished_total"), total(samples, "ray_hisparse_queue_seconds_count"),
+        return (total(samples, "ray_hisparse_requests_finished_total"),
+                *(total(samples, "ray_hisparse_queue_seconds_count", role=role) for role in ("prefill", "decode")),
                 total(samples, HTTP_REQUESTS.exported, endpoint="/v1/completions", status="200"))
 
     for seed in (4, 5):
         service.ask("blue", document(seed))
     assert httpx.get(f"{service.url}/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
-    expected = (len(service.asked),) * 3
+    expected = (len(service.asked),) * 4
     deadline = time.monotonic() + 40
     while (now := counts()) != expected:
         assert time.monotonic() < deadline, f"{now} is not {expected}"
@@ -145,12 +147,28 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     return sum(value for (found, have), value in samples.items() if found == name and labels.items() <= dict(have).items())
 
 
-def test_neither_keys_nor_prompts_are_in_the_logs(service: Guarded) -> None:
+def test_a_request_is_found_in_the_logs_by_the_id_of_its_answer(service: Guarded) -> None:
+    answer = service.ask("red", document(6))
+    deadline = time.monotonic() + 10
+    while not (lines := [json.loads(line) for path in log_files() for line in path.read_text(errors="replace").splitlines()
+                         if line.startswith("{") and f"{answer.id}-0" in line]):
+        assert time.monotonic() < deadline, "no line in any log"
+        time.sleep(0.2)
+    (line,) = (line for line in lines if line["message"] == "request ended")
+    assert answer.usage is not None
+    assert (line["reason"], line["prompt_tokens"]) == (answer.choices[0].finish_reason, answer.usage.prompt_tokens)
+    assert line["output_tokens"] == answer.usage.completion_tokens and line["replica"].startswith("decode-")
+
+
+def log_files() -> list[Path]:
     from ray._private.worker import _global_node
 
-    logs = Path(_global_node.get_logs_dir_path())
+    return [path for path in Path(_global_node.get_logs_dir_path()).rglob("*") if path.is_file()]
+
+
+def test_neither_keys_nor_prompts_are_in_the_logs(service: Guarded) -> None:
     read = 0
-    for path in (path for path in logs.rglob("*") if path.is_file()):
+    for path in log_files():
         text = path.read_bytes()
         read += len(text)
         for secret in (*KEYS.values(), MARKER):

@@ -48,7 +48,7 @@ class FakeEngine:
             yield RequestOutput(request_id=request.request_id, new_token_ids=(at,), new_text=word, error=error,
                                 finish_reason=self.final if last else None,
                                 logprobs=(SampledToken(token_id=40, logprob=-1.0, top_logprobs=((41, -2.0),)),),
-                                stats=RequestStats(prompt_tokens=3, landing=Landing.HOST) if last else None)
+                                stats=RequestStats(prompt_tokens=3, landing=Landing.HOST, queue_s=0.01) if last else None)
 
     async def complete(self, request: EngineRequest, *, timeout_s: float) -> RequestOutput:
         self.requests.append(request)
@@ -128,6 +128,21 @@ def test_remote_prefill_then_decode() -> None:
     assert setup.engine.aborted == setup.front.released == []
     assert setup.ended() == {"stop": 1} and setup.sink.value(PROMPT_TOKENS, **WHO) == 3
     assert [setup.sink.value(metric, **WHO) for metric in (PREFILL_WAIT, TTFT, QUEUE, LONGEST_GAP)] == [1] * 4
+
+
+def test_the_log_has_ids_and_numbers_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="hisparse"):
+        Setup("ok").run(text="the secret word is xylophone", request_id="cmpl-7-0")
+        Setup(ApiError(503, "prefill is down"), config={"kv_load_failure_policy": "fail", "max_retries": 0}).run()
+        Setup("ok").run(text="")
+    done, failed, refused = [record.fields for record in caplog.records if record.message == "request ended"]  # type: ignore[attr-defined]
+    assert {"request_id": "cmpl-7-0", "reason": "stop", "prompt_tokens": 3, "output_tokens": 2, "landing": "host",
+            "prefill": "remote"}.items() <= done.items()
+    assert 0 <= done["first_token_s"] <= done["seconds"] < 5
+    assert (failed["reason"], failed["status"], failed["first_token_s"]) == ("error", 503, None)
+    assert "prefill is down" in failed["error"]
+    assert (refused["reason"], refused["status"]) == ("refused", 400) and "error" not in refused
+    assert "xylophone" not in caplog.text and "xylophone" not in str([vars(record) for record in caplog.records])
 
 
 def test_colocated_has_no_prefill() -> None:

@@ -78,6 +78,30 @@ def test_tenants_get_their_own_prefixes_whatever_salt_they_send(backend: FakeBac
         assert {salts(backend, key, True, body, keys) for key in ("r1", "b1")} == {body.get("cache_salt")}
 
 
+def test_every_answer_names_its_request(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, headers = client_of(backend, api_keys=["k"]), {"Authorization": "Bearer k"}
+    seen = set()
+    for stream in (False, True):
+        response = client.post("/v1/completions", json=COMPLETION | {"n": 2, "stream": stream}, headers=headers)
+        request_id = response.headers["x-request-id"]
+        assert f'"cmpl-{request_id}"' in response.text, "the client's id of the answer has it"
+        assert {call.request_id for call in backend.calls} == {f"cmpl-{request_id}-{i}" for i in range(2)}
+        seen.add(request_id)
+        backend.calls.clear()
+    for response in (client.post("/v1/completions", json={}, headers=headers), client.get("/stats"),
+                     client.get("/x", headers=headers)):
+        seen.add(response.headers["x-request-id"])
+
+    async def broken(check: bool) -> list[dict[str, Any]]:
+        raise KeyError("inside")
+
+    monkeypatch.setattr(backend, "engines", broken)
+    response = client.get("/stats", headers=headers)
+    assert response.status_code == 500
+    seen.add(response.headers["x-request-id"])
+    assert len(seen) == 6 and all(len(item) == 32 for item in seen)
+
+
 def test_requests_are_counted_and_timed_to_their_end(make_client: Callable[..., TestClient]) -> None:
     backend, sink = FakeBackend(), MemorySink()
     client = client_of(backend, sink=sink, api_keys=["k"])
@@ -99,4 +123,7 @@ def test_requests_are_counted_and_timed_to_their_end(make_client: Callable[..., 
     assert count("/v1/chat/completions", 400) == 1 and count("other", 404) == 1
     assert sink.value(HTTP_SECONDS, model="recall", endpoint="/v1/completions") == 4
     sums = [line for line in sink.text().splitlines() if "_seconds_sum" in line and "/v1/completions" in line]
+    backend.error = KeyError("secret of the inside")
+    response = client.post("/v1/completions", json=COMPLETION, headers=headers)
+    assert response.status_code == 500 and count("/v1/completions", 500) == 1 and "secret" not in response.text
     assert 0 < float(sums[0].split()[-1]) < took + 1
