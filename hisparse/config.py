@@ -163,7 +163,7 @@ class ServeConfig(_Section):
     start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
     step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
     metrics_interval_s: float = Field(1.0, ge=0, le=60, description="How often engines report metrics to Ray; 0: no metrics.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of what replicas, engines, ranks log.")
     log_format: Literal["json", "text"] = Field("json", description="Of replicas, engines and ranks, in Ray's session logs.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Longer request bodies are refused with 413.")
     api_keys: KeysOption = Field((), description="Clients must send one of them; never printed. Ray's dashboard shows the "

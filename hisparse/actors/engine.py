@@ -23,7 +23,6 @@ from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
 from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path, served_name
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError
-from hisparse.metrics.ray_sink import RaySink
 from hisparse.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ class EngineActors:
         engine = cls(config, identity)
         try:
             engine._start()
+            engine._report()
         except BaseException:
             engine.stop()
             raise
@@ -133,13 +133,6 @@ class EngineActors:
         about = {"rank_pids": [info.pid for info in infos], "host_pool": self.segment.path if self.segment else None,
                  "hot_region_rows": list(hot_rows(config.cache, kv_layout(config))) if config.cache.enabled else []}
         coordinator.call("start", about, build_core, config, self.identity, self.ranks, infos, timeout_s=limit_s)
-        if config.serve.metrics_interval_s:
-            coordinator.call("report", RaySink, self.labels, config.serve.metrics_interval_s, timeout_s=limit_s)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Of the engine's metrics."""
-        return {"model": served_name(self.config.model), "role": self.config.pd.role, "engine": self.identity.engine_id}
 
     @property
     def front(self) -> Actor:
@@ -147,6 +140,17 @@ class EngineActors:
         if self.coordinator is None:
             raise EngineDeadError(f"engine {self.identity.engine_id} is not running")
         return self.coordinator
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the engine's metrics."""
+        return {"model": served_name(self.config.model), "role": self.config.pd.role, "engine": self.identity.engine_id}
+
+    def _report(self) -> None:
+        from hisparse.metrics.ray_sink import RaySink
+
+        if self.config.serve.metrics_interval_s:
+            self.front.call("report", RaySink, self.labels, self.config.serve.metrics_interval_s, timeout_s=CALL_TIMEOUT_S)
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         """See `CoordinatorActor.generate`. The caller bounds the wait and calls `abort` when it stops listening."""

@@ -175,6 +175,13 @@ def find_actors(prefix: str) -> list[Actor]:
     return found
 
 
+def metrics_endpoints() -> list[str]:
+    """Where Prometheus finds the metrics of each living node of the cluster: URLs, sorted."""
+    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes = [node for node in known if node["Alive"] and node.get("MetricsExportPort")]
+    return sorted(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes)
+
+
 # --------------------------------------------------------------------------------------------- placement groups
 
 
@@ -236,13 +243,6 @@ def start_cluster(num_cpus: int | None = None, *, join: bool = True) -> bool:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
                  logging_level=logging.WARNING)
         return True
-
-
-def metrics_endpoints() -> list[str]:
-    """Where Prometheus finds the metrics of each living node of the cluster: URLs, sorted."""
-    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    nodes = [node for node in known if node["Alive"] and node.get("MetricsExportPort")]
-    return sorted(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes)
 
 
 def stop_cluster() -> None:

@@ -64,12 +64,12 @@ class EngineStats:
     Attributes:
         step_seconds: where the turns of the loop went: "schedule" (who runs, admission, commands), "rank" (the slowest rank
             worked), "wire" (the rest of the wait for the ranks), "retire" (tokens, acknowledgements).
-        pd: `PDStats` as a dictionary; {} without a P/D connector.
     """
 
     engine_id: str
     role: str
     steps: int
+    step_seconds: dict[str, float]
     running: int
     waiting: int
     loading: int
@@ -85,8 +85,8 @@ class EngineStats:
     generated_tokens: int
     resolve: ResolveStats
     cache: dict[str, Any]
-    step_seconds: dict[str, float]
-    pd: dict[str, Any]
+    pd: dict[str, Any] | None = None
+    """PDStats; None when colocated."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -429,14 +429,15 @@ class EngineCore:
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
         return EngineStats(
-            engine_id=self.engine_id, role=self.config.pd.role, steps=self._step, running=len(self.scheduler.running),
+            engine_id=self.engine_id, role=self.config.pd.role, steps=self._step,
+            step_seconds=dict(self._step_seconds), running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._leases),
             finished=self._finished, preemptions=counters.preemptions, admissions=counters.admissions,
             resident_landings=counters.resident_landings, host_landings=counters.host_landings,
             import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
-            resolve=self._totals, cache=asdict(self.cache.stats()), step_seconds=dict(self._step_seconds),
-            pd=asdict(self.pd.stats()) if self.pd is not None else {},
+            resolve=self._totals, cache=asdict(self.cache.stats()),
+            pd=None if self.pd is None else asdict(self.pd.stats()),
         )
 
     def check(self) -> None:
