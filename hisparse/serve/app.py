@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from ray import serve
@@ -95,8 +95,7 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client,
-                                      self.feed)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
@@ -179,12 +178,12 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         }
 
     if config.serve.prefill_replicas:
-        prefill_config, decode_config = config.for_role("prefill"), config.for_role("decode")
+        prefill_config, decode_config = _of_engine(config, "prefill"), _of_engine(config, "decode")
         options = engine_options(prefill_config, config.serve.prefill_replicas)
         prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
         decode_args: tuple[Any, ...] = (decode_config, prefill)
     else:
-        decode_config = config.for_role("colocated")
+        decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
     options = engine_options(decode_config, config.serve.decode_replicas)
     decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
@@ -193,6 +192,12 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
     ).bind(decode)
     return application
+
+
+def _of_engine(config: HiSparseConfig, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
+    """What the replicas of a role get: without API keys, which only the ingress needs."""
+    own = config.for_role(role)
+    return own.model_copy(update={"serve": own.serve.model_copy(update={"api_keys": ()})})
 
 
 def _sink(config: HiSparseConfig) -> Sink:

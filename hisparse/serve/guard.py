@@ -20,8 +20,6 @@ OPEN_PATHS = ("/health",)
 """For probes, which have no key; what strangers learn there is one word."""
 TENANT = "hisparse.tenant"
 """Where a request's scope has the tenant; absent = the caller gave no valid key."""
-
-
 REQUEST_ID = "hisparse.request_id"
 """Where a request's scope has its id."""
 
@@ -59,11 +57,13 @@ class Guard:
 
 
 def is_local(client: Any) -> bool:
-    """Whether a peer is on this machine. One without an IP address (a UNIX socket, a call in this process) is."""
+    """Whether a peer is on this machine; one without an address (a UNIX socket) is, one with an odd address is not."""
+    if client is None:
+        return True
     try:
         address = ipaddress.ip_address(client[0])
-    except (TypeError, IndexError, ValueError):
-        return True
+    except ValueError:
+        return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 

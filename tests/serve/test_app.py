@@ -57,6 +57,15 @@ def test_prefill_and_decode() -> None:
     assert decode._replica_config.placement_group_strategy == "STRICT_PACK"
 
 
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_engines_never_get_the_keys(replicas: int) -> None:
+    found = deployments({"model": {"path": "recall"},
+                         "serve": {"prefill_replicas": replicas, "api_keys": ["sk-1"], "host": "::"}})
+    engines = [deployment.init_args[0] for name, deployment in found.items() if name != "ingress"]
+    assert len(engines) == 1 + replicas
+    assert all(not engine.serve.api_keys and engine.serve.host == "::" for engine in engines)
+
+
 def test_colocated() -> None:
     found = deployments({"model": {"path": "recall"}, "serve": {"prefill_replicas": 0}})
     assert set(found) == {"ingress", "decode"} and found["decode"].init_args[0].pd.role == "colocated"

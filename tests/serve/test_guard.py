@@ -52,7 +52,7 @@ def test_without_keys_only_this_machine_is_served(backend: FakeBackend) -> None:
 
 @pytest.mark.parametrize(("host", "local"), [
     ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False),
-    ("10.0.0.1", False), ("0.0.0.0", False), ("fe80::1", False),
+    ("10.0.0.1", False), ("0.0.0.0", False), ("fe80::1", False), ("unknown", False), ("", False), ("localhost", False),
 ])
 def test_who_is_local(host: str, local: bool) -> None:
     assert is_local((host, 1)) is local
