@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout, ModelShape, limit_rows, start_rows
@@ -27,6 +28,18 @@ def _rows_option(value: Any) -> Any:
     return value
 
 
+def _keys_option(value: Any) -> Any:
+    """A list, or one string with commas (as an environment variable has it)."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ValueError("must be a list of strings, or one string with commas; quote keys that look like numbers")
+    keys = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in items]
+    if any(not isinstance(key, str) or not key.strip() or len(key.split()) > 1 for key in keys):
+        raise ValueError("every key must be a string without spaces; quote keys that look like numbers")
+    return tuple(SecretStr(key.strip()) for key in keys)
+
+
+KeysOption = Annotated[tuple[SecretStr, ...], BeforeValidator(_keys_option)]
 RowsOption = Annotated[int | tuple[int, ...] | None, BeforeValidator(_rows_option)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -151,15 +164,38 @@ class PDConfig(_Section):
 class ServeConfig(_Section):
     """The Ray Serve app."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address to listen on. Beyond this machine only with API keys.")
     port: int = Field(8000, ge=0, le=65535)
     prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
     decode_replicas: int = Field(1, ge=1)
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
     start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
     step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
-    max_body_bytes: int = Field(8 << 20, ge=1024)
-    api_keys: tuple[str, ...] = ()
+    metrics_interval_s: float = Field(1.0, ge=0, le=60, description="How often engines report metrics to Ray; 0: no metrics.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of what replicas, engines, ranks log.")
+    log_format: Literal["json", "text"] = Field("json", description="Of replicas, engines and ranks, in Ray's session logs.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Longer request bodies are refused with 413.")
+    api_keys: KeysOption = Field((), description="Clients must send one of them; never printed. Ray's dashboard shows the "
+                                 "arguments of an application, so prefer api_keys_file or HISPARSE_SERVE__API_KEYS.")
+    api_keys_file: str | None = Field(None, description="One 'KEY' or 'TENANT KEY' a line; read again when it changes. Must be "
+                                      "there on every node that runs an ingress replica.")
+    allow_no_keys: bool = Field(False, description="Serve other machines without keys, e.g. behind a gateway that checks them.")
+    share_prefixes: bool = Field(False, description="Let tenants share cached prefixes. False: each API key (or tenant) sees "
+                                 "only its own, whatever cache_salt it sends.")
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> ServeConfig:
+        if self.api_keys or self.api_keys_file or self.allow_no_keys or _is_loopback(self.host):
+            return self
+        raise ValueError(f"host = {self.host} is reachable from other machines and no API keys are set; set api_keys_file (or "
+                         "HISPARSE_SERVE__API_KEYS), or keep host = 127.0.0.1, or set allow_no_keys: true behind a gateway")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class HiSparseConfig(_Section):
@@ -212,15 +248,21 @@ def load_config(source: str | Path | dict[str, Any], overrides: dict[str, Any] |
 
 
 def explain(error: ValidationError) -> str:
-    """One line per problem: path, message, value given."""
+    """One line per problem: path, message, value given; never the value of a key."""
     lines = []
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"]) or "configuration"
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "unknown key; remove it or fix its spelling"
-        lines.append(f"{path}: {message} (got {item['input']!r})" if item["type"] != "missing" else f"{path}: {message}")
+        shown = item["type"] != "missing" and not _holds_secrets(path, item["input"])
+        lines.append(f"{path}: {message} (got {item['input']!r})" if shown else f"{path}: {message}")
     return "invalid configuration:\n  " + "\n  ".join(lines)
+
+
+def _holds_secrets(path: str, value: Any) -> bool:
+    return "key" in path.rpartition(".")[2] or ".api_keys." in path or (
+        isinstance(value, dict) and any(_holds_secrets(str(name), item) for name, item in value.items()))
 
 
 def hot_rows(config: CacheConfig, layout: KVCacheLayout) -> tuple[int, ...]:
@@ -255,6 +297,11 @@ def host_blocks(config: CacheConfig, layout: KVCacheLayout, max_model_len: int) 
             f"{need * layout.host_block_bytes / GIB:.3f} or lower max_model_len"
         )
     return got
+
+
+def served_name(config: ModelConfig) -> str:
+    """The model's name in the API and in metrics."""
+    return config.name or model_path(config).name
 
 
 def model_path(config: ModelConfig) -> Path:

@@ -348,6 +348,8 @@ class RequestStats:
     imported_tokens: int = 0
     spilled_pages: int = 0
     """Pages whose write-back to host was planned while the request ran."""
+    queue_s: float | None = None
+    """From its arrival at the engine to its first admission; None = it was never admitted."""
     resolve: ResolveStats = ResolveStats()
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from hisparse.actors.engine_loop import Core, EngineLoop
 from hisparse.errors import EngineDeadError, InvariantError, RequestError
+from hisparse.metrics import EngineFeed, Sink
 from hisparse.types import FinishReason, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class CoordinatorActor:
         self._streams = _Streams()
         self._loop: EngineLoop | None = None
         self._about: Mapping[str, Any] = {}
+        self._reporting: asyncio.Task[None] | None = None
 
     async def start(self, about: Mapping[str, Any], build: Callable[..., Core], *args: Any) -> int:
         """Makes the core with `build(*args)` in this process and starts its loop; returns the process id.
@@ -113,6 +115,29 @@ class CoordinatorActor:
         self._loop.start()
         self._about = dict(about)
         return os.getpid()
+
+    async def report(self, make_sink: Callable[[], Sink], labels: Mapping[str, str], interval_s: float) -> None:
+        """From now on puts the engine's statistics into a sink, every `interval_s` until the actor ends.
+
+        Args:
+            make_sink: called in this process. labels: model, role and engine.
+        """
+        feed = EngineFeed(make_sink(), **labels)
+        self._reporting = asyncio.get_running_loop().create_task(self._report(feed, interval_s))
+
+    async def _report(self, feed: EngineFeed, interval_s: float) -> None:
+        while True:
+            health = self._engine.health()
+            feed.health(health.ok, health.beat_age_s)
+            try:
+                # The loop may be stuck in a step: then only health is reported, and the next round asks again.
+                stats = await asyncio.wait_for(self._call(lambda core: core.stats().asdict()), max(interval_s, 1.0))
+                feed.update(stats)
+            except (TimeoutError, EngineDeadError):
+                logger.debug("no statistics: %s", health.reason or "the engine is busy")
+            except Exception:
+                logger.exception("metrics of this turn are lost")
+            await asyncio.sleep(interval_s)
 
     @property
     def _engine(self) -> EngineLoop:
@@ -195,6 +220,8 @@ class CoordinatorActor:
 
     async def shutdown(self, timeout_s: float = 10.0) -> bool:
         """Aborts what is open and ends the loop; True when it ended in time."""
+        if self._reporting is not None:
+            self._reporting.cancel()
         return self._loop is None or await asyncio.to_thread(self._loop.stop, timeout_s)
 
     async def _call(self, function: Callable[[Core], T]) -> T:

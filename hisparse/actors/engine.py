@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hisparse.actors import logs
 from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
 from hisparse.actors.executor import RayExecutor
 from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement, rank_gpus
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path
+from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path, served_name
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import ConfigError, EngineDeadError
 from hisparse.types import RequestOutput
@@ -62,6 +63,7 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
     from hisparse.engine.core import EngineCore
     from hisparse.pd.connector import PDConnectorScheduler
 
+    logs.configure(config.serve, engine=identity.engine_id)
     pd = None
     if config.pd.role != "colocated":
         pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
@@ -97,6 +99,7 @@ class EngineActors:
         engine = cls(config, identity)
         try:
             engine._start()
+            engine._report()
         except BaseException:
             engine.stop()
             raise
@@ -150,6 +153,17 @@ class EngineActors:
         if self.coordinator is None:
             raise EngineDeadError(f"engine {self.identity.engine_id} is not running")
         return self.coordinator
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the engine's metrics."""
+        return {"model": served_name(self.config.model), "role": self.config.pd.role, "engine": self.identity.engine_id}
+
+    def _report(self) -> None:
+        from hisparse.metrics.ray_sink import RaySink
+
+        if self.config.serve.metrics_interval_s:
+            self.front.call("report", RaySink, self.labels, self.config.serve.metrics_interval_s, timeout_s=CALL_TIMEOUT_S)
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         """See `CoordinatorActor.generate`. The caller bounds the wait and calls `abort` when it stops listening."""

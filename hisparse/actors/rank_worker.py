@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hisparse.actors import logs
 from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.errors import ConfigError, InvariantError
@@ -80,6 +81,7 @@ class RankWorkerActor:
         from hisparse.engine.rank import RankEngine
         from hisparse.pd.connector import make_pd_worker
 
+        logs.configure(self._config.serve, engine=setup.engine_id, rank=setup.rank)
         if self._engine is not None:
             raise InvariantError(f"rank {setup.rank} of {setup.engine_id} was set up already")
         config, size = self._config, self._config.tensor_parallel_size

@@ -60,11 +60,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges now and counters since start."""
+    """Gauges now and counters since start.
+
+    Attributes:
+        step_seconds: where the turns of the loop went: "schedule" (who runs, admission, commands), "rank" (the slowest rank
+            worked), "wire" (the rest of the wait for the ranks), "retire" (tokens, acknowledgements).
+    """
 
     engine_id: str
     role: str
     steps: int
+    step_seconds: dict[str, float]
     running: int
     waiting: int
     loading: int
@@ -104,6 +110,7 @@ class EngineCore:
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.executor, self.engine_id, self.pd = config, executor, engine_id, pd
         self.tokenizer = tokenizer
+        self._clock = clock
         self.layout = kv_layout(config)
         role = config.pd.role
         if (pd is None) != (role == "colocated"):
@@ -129,7 +136,7 @@ class EngineCore:
             children.append(pd)
         self.connectors = MultiSchedulerConnector(children)
         self.scheduler = Scheduler(config.scheduler, self.cache, offload=self.offload,
-                                   remote_prefill=pd if role == "decode" else None)
+                                   remote_prefill=pd if role == "decode" else None, clock=clock)
         self.requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
         self._arrivals = itertools.count()
@@ -138,6 +145,7 @@ class EngineCore:
         self._leases: dict[str, Request] = {}
         self._totals = ResolveStats()
         self._finished = self._generated = self._import_failures = 0
+        self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
         self._dead: str | None = None
         self.idle = True
 
@@ -165,7 +173,7 @@ class EngineCore:
             raise
         request = Request(
             request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
-            sampling=sampling, arrival=next(self._arrivals), priority=priority, cache_salt=cache_salt,
+            sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(), priority=priority, cache_salt=cache_salt,
             do_remote_decode=do_remote_decode,
             remote=kv_transfer_params is not None,
         )
@@ -227,14 +235,15 @@ class EngineCore:
         """
         if self._dead:
             raise EngineDeadError(self._dead)
+        began_s = self._clock()
         self._end_leases()
         chunks = self.scheduler.schedule()
         self.idle = not chunks
         if chunks or self._has_transfers():
-            self._run_step(chunks)
+            self._run_step(chunks, began_s)
         return self.take_outputs()
 
-    def _run_step(self, chunks: list[ScheduledChunk]) -> None:
+    def _run_step(self, chunks: list[ScheduledChunk], began_s: float) -> None:
         self._step += 1
         step = self._step
         self.cache.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
@@ -242,17 +251,27 @@ class EngineCore:
             step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step) or {},
             table_updates=() if self._hisparse is not None else self.cache.take_table_updates(),
         )
+        sent_s = self._clock()
         try:
             self.executor.submit(command)
             results = self.executor.collect(self.config.serve.step_timeout_s)
         except Exception as error:
             self._die(f"step {step} failed: {error}")
             raise EngineDeadError(self._dead) from error
+        answered_s = self._clock()
         self._retire(command, results)
+        self._account(began_s, sent_s, answered_s, max(result.device_s for result in results))
         overdue = self.cache.overdue_transfers()
         if overdue:
             self._die(self._overdue_reason(overdue))
             raise EngineDeadError(self._dead)
+
+    def _account(self, began_s: float, sent_s: float, answered_s: float, rank_s: float) -> None:
+        seconds = self._step_seconds
+        seconds["schedule"] += sent_s - began_s
+        seconds["rank"] += rank_s
+        seconds["wire"] += max(answered_s - sent_s - rank_s, 0.0)
+        seconds["retire"] += self._clock() - answered_s
 
     def _overdue_reason(self, overdue: Sequence[tuple[int, int]]) -> str:
         """Never success: the blocks of these copies stay pinned until the workers' processes are gone."""
@@ -416,7 +435,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
         return EngineStats(
-            engine_id=self.engine_id, role=self.config.pd.role, steps=self._step, running=len(self.scheduler.running),
+            engine_id=self.engine_id, role=self.config.pd.role, steps=self._step,
+            step_seconds=dict(self._step_seconds), running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._leases),
             finished=self._finished, preemptions=counters.preemptions, admissions=counters.admissions,
             resident_landings=counters.resident_landings, host_landings=counters.host_landings,

@@ -32,6 +32,10 @@ class Request:
     sampling: SamplingParams
     arrival: int
     """Order of arrival, a counter: earlier is served first within a priority."""
+    arrived_s: float = 0.0
+    """On the engine's clock."""
+    queue_s: float | None = None
+    """From the arrival to the first admission."""
     priority: int = 0
     cache_salt: str | None = None
     do_remote_decode: bool = False
@@ -77,6 +81,5 @@ class Request:
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens, cached_tokens=self.cached_tokens or 0, landing=self.landing,
             preemptions=self.preemptions, import_failures=self.import_failures, imported_tokens=self.imported_tokens,
-            spilled_pages=self.spilled_pages,
-            resolve=self.resolve,
+            spilled_pages=self.spilled_pages, queue_s=self.queue_s, resolve=self.resolve,
         )

@@ -7,7 +7,8 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hisparse.cache.kv_cache_manager import Admission, KVCacheManager, PrefixHit
@@ -34,8 +35,9 @@ class Scheduler:
     """Single-threaded; owned by EngineCore."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, *, offload: IndexerOffload | None = None,
-                 remote_prefill: RemotePrefill | None = None) -> None:
+                 remote_prefill: RemotePrefill | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self.clock = clock
         self.cache = cache
         self.offload = offload
         self.remote_prefill = remote_prefill
@@ -187,6 +189,8 @@ class Scheduler:
         request.importing = False
         if request.cached_tokens is None:
             request.cached_tokens = admission.cached_tokens
+        if request.queue_s is None:
+            request.queue_s = self.clock() - request.arrived_s
         self.counters.admissions += 1
         if admission.indexer_blocks:
             assert self.offload is not None

@@ -7,23 +7,27 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
+from hisparse.actors import logs
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
-from hisparse.actors.handles import find_actors, translate
+from hisparse.actors.handles import find_actors, metrics_endpoints, translate
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import HiSparseError
+from hisparse.metrics import NullSink, RequestFeed, Sink
+from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.ingress import create_api
+from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
 
 logger = logging.getLogger(__name__)
@@ -43,7 +47,9 @@ class _EngineReplica:
     def __init__(self, config: HiSparseConfig) -> None:
         app = serve.get_replica_context().app_name
         identity = EngineIdentity.new(config.pd.role, app)
+        logs.configure(config.serve, replica=identity.engine_id)
         self.engine = EngineActors.start(config, identity)
+        self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
         logger.info("engine %s is ready", identity.engine_id)
 
     async def check_health(self) -> None:
@@ -66,7 +72,7 @@ class PrefillReplica(_EngineReplica):
 
     def __init__(self, config: HiSparseConfig) -> None:
         super().__init__(config)
-        self._service = PrefillService(self.engine)
+        self._service = PrefillService(self.engine, self.feed)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         return await self._service.prefill(call)
@@ -89,7 +95,7 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
@@ -131,6 +137,9 @@ class ServeBackend:
 
         return list(await asyncio.gather(*(ask(actor) for actor in actors)))
 
+    async def metrics_endpoints(self) -> list[str]:
+        return await asyncio.to_thread(metrics_endpoints)
+
 
 class Ingress:
     """The HTTP deployment: `create_api` over the decode deployment."""
@@ -155,7 +164,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
-        return create_api(config, _current_backend)
+        logs.configure(config.serve, replica="ingress")
+        return create_api(config, _current_backend, _sink(config))
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
         MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
@@ -168,12 +178,12 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         }
 
     if config.serve.prefill_replicas:
-        prefill_config, decode_config = config.for_role("prefill"), config.for_role("decode")
+        prefill_config, decode_config = _of_engine(config, "prefill"), _of_engine(config, "decode")
         options = engine_options(prefill_config, config.serve.prefill_replicas)
         prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
         decode_args: tuple[Any, ...] = (decode_config, prefill)
     else:
-        decode_config = config.for_role("colocated")
+        decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
     options = engine_options(decode_config, config.serve.decode_replicas)
     decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
@@ -182,6 +192,16 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
     ).bind(decode)
     return application
+
+
+def _of_engine(config: HiSparseConfig, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
+    """What the replicas of a role get: without API keys, which only the ingress needs."""
+    own = config.for_role(role)
+    return own.model_copy(update={"serve": own.serve.model_copy(update={"api_keys": ()})})
+
+
+def _sink(config: HiSparseConfig) -> Sink:
+    return RaySink() if config.serve.metrics_interval_s else NullSink()
 
 
 @contextmanager
@@ -193,6 +213,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             start; with the reason.
     """
     _check_no_other_serve()
+    KeyRing(config.serve)  # a file that cannot be read is an error here, not in a replica
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
     try:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import HiSparseConfig
 from hisparse.engine.tokenizer import Tokenizer
+from hisparse.metrics import NullSink, RequestFeed
+from hisparse.metrics.request_feed import RequestTimer
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
 from hisparse.serve.chat import render
 from hisparse.serve.errors import ApiError
@@ -55,17 +57,21 @@ class DecodeService:
 
     Args:
         prefill: None = this engine computes its prompts itself.
+        feed: metrics of requests; default nowhere.
     """
 
     def __init__(self, config: HiSparseConfig, engine: DecodeEngine, tokenizer: Tokenizer,
-                 prefill: PrefillClient | None) -> None:
+                 prefill: PrefillClient | None, feed: RequestFeed | None = None) -> None:
         self._config, self._engine, self._tokenizer, self._prefill = config, engine, tokenizer, prefill
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
+        self._feed = feed or RequestFeed(NullSink(), model="", role="", engine="")
         self._open = 0
         self._local = LocalPrefillBudget(config.pd.local_prefill_tokens)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
+        timer, ended = self._feed.begin(), "abandoned"
+        facts: dict[str, Any] = {"request_id": call.request_id}
         try:
             deadline = time.monotonic() + call.timeout_s
             with self._admitted():
@@ -73,12 +79,19 @@ class DecodeService:
                 sampling = replace(call.sampling, max_tokens=self._max_tokens(call, len(prompt)))
                 request = EngineRequest(request_id=call.request_id, prompt_token_ids=prompt, sampling=sampling,
                                         cache_salt=call.cache_salt)
-                async for chunk in self._run(request, deadline):
+                async for chunk in self._run(request, deadline, timer):
+                    ended = "error" if chunk.error is not None else chunk.finish_reason or ended
+                    facts |= _facts(chunk)
                     yield chunk
         except Exception as error:
-            if not isinstance(error, ApiError) and ApiError.of(error).status == 500:
+            answer = ApiError.of(error)
+            ended = "refused" if answer.status < 500 else "error"
+            if not isinstance(error, ApiError) and answer.status == 500:
                 logger.exception("request %s", call.request_id)
-            yield Chunk(error=ApiError.of(error))
+            facts |= _facts(Chunk(error=answer))
+            yield Chunk(error=answer)
+        finally:
+            logger.info("request ended", extra={"fields": facts | timer.end(ended)})
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -117,7 +130,7 @@ class DecodeService:
                            field, "context_length_exceeded")
         return wanted
 
-    async def _run(self, request: EngineRequest, deadline: float) -> AsyncIterator[Chunk]:
+    async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer) -> AsyncIterator[Chunk]:
         answer: PrefillAnswer | None = None
         local_tokens = 0
         finished = False
@@ -126,6 +139,7 @@ class DecodeService:
             if self._prefill is not None:
                 answer, attempts = await self._prefill.prefill(
                     request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline)
+                timer.prefilled()
                 facts["prefill_attempts"] = attempts
                 if answer.error is not None:
                     if time.monotonic() >= deadline:
@@ -137,6 +151,9 @@ class DecodeService:
             outputs = self._engine.generate(request)
             while not finished:
                 output = await _before(anext(outputs), deadline)
+                timer.tokens(len(output.new_token_ids))
+                if output.stats is not None:
+                    timer.stats(output.stats)
                 if output.new_token_ids and local_tokens:
                     self._local.give_back(local_tokens)
                     local_tokens = 0
@@ -179,6 +196,17 @@ class DecodeService:
             finish_reason=output.finish_reason.value if output.finish_reason is not None and error is None else None,
             stats=None if output.stats is None else {**_stats(output.stats), **facts, "request_id": output.request_id},
         )
+
+
+def _facts(chunk: Chunk) -> dict[str, Any]:
+    """What a log line says of a request: numbers and names. A message only where it is ours to explain, not the client's."""
+    known = ("prompt_tokens", "cached_tokens", "queue_s", "landing", "preemptions", "prefill", "prefill_attempts")
+    facts = {key: chunk.stats[key] for key in known if key in chunk.stats} if chunk.stats is not None else {}
+    if chunk.error is not None:
+        facts["status"] = chunk.error.status
+        if chunk.error.status >= 500:
+            facts["error"] = chunk.error.message
+    return facts
 
 
 def _stats(stats: RequestStats) -> dict[str, Any]:

@@ -7,7 +7,6 @@ goes away aborts what it asked for.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -16,11 +15,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from hisparse.config import HiSparseConfig, model_path
+from hisparse.config import HiSparseConfig, served_name
+from hisparse.metrics import HttpFeed, NullSink, Sink
 from hisparse.serve.api import ChatRequest, CompletionRequest, parse_body
 from hisparse.serve.calls import Backend, Chunk, GenerateCall
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import Chunks, Generation
+from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
+from hisparse.serve.keys import KeyRing, tenant_salt
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer, error_event
 
 logger = logging.getLogger(__name__)
@@ -28,21 +30,27 @@ logger = logging.getLogger(__name__)
 STATS_TIMEOUT_S = 10.0
 
 
-def model_name(config: HiSparseConfig) -> str:
-    """The model's name in the API."""
-    return config.model.name or model_path(config.model).name
+def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None) -> FastAPI:
+    """The app. `backend()` is asked at each request: the service behind it starts later than the app is built.
 
-
-def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAPI:
-    """The app. `backend()` is asked at each request: the service behind it starts later than the app is built."""
+    Args:
+        sink: of metrics; default none.
+    Raises:
+        ConfigError: the file of API keys cannot be used.
+    """
     api = FastAPI(title="hisparse", docs_url=None, redoc_url=None, openapi_url=None)
-    served = model_name(config)
+    served, keys = served_name(config.model), KeyRing(config.serve)
+    api.add_middleware(Guard, keys=keys, allow_no_keys=config.serve.allow_no_keys)
+    api.add_middleware(Measured, feed=HttpFeed(sink or NullSink(), model=served))  # the last one is the outermost
     timeout_s = config.serve.request_timeout_s
 
     def check_model(name: str) -> None:
         if name != served:
             raise ApiError(404, f"model {name!r} does not exist here; this server has {served!r}", "model",
                            "model_not_found")
+
+    def salt(request: Request, given: str | None) -> str | None:
+        return tenant_salt(None if config.serve.share_prefixes else request.scope.get(TENANT), given)
 
     async def answer(request: Request, calls: Sequence[GenerateCall], writer: Writer, stream: bool) -> Response:
         chunks = Generation(backend(), calls, timeout_s).chunks()
@@ -59,11 +67,10 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        _authorize(request, config.serve.api_keys)
         body = parse_body(await _read(request, config.serve.max_body_bytes), CompletionRequest)
         check_model(body.model)
         prompts, n = body.prompts, body.num_choices
-        writer = CompletionWriter(served, num_choices=len(prompts) * n, num_prompts=len(prompts),
+        writer = CompletionWriter(served, request.scope[REQUEST_ID], num_choices=len(prompts) * n, num_prompts=len(prompts),
                                   include_usage=body.include_usage, logprobs=body.num_logprobs is not None,
                                   token_ids=body.return_token_ids)
         calls = [
@@ -71,7 +78,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
                 request_id=f"{writer.id}-{p * n + i}", max_tokens=16 if body.max_tokens is None else body.max_tokens,
                 text=prompt if isinstance(prompt, str) else None,
                 token_ids=None if isinstance(prompt, str) else tuple(prompt),
-                sampling=body.sampling(i), cache_salt=body.cache_salt,
+                sampling=body.sampling(i), cache_salt=salt(request, body.cache_salt),
             )
             for p, prompt in enumerate(prompts) for i in range(n)
         ]
@@ -79,41 +86,42 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        _authorize(request, config.serve.api_keys)
         body = parse_body(await _read(request, config.serve.max_body_bytes), ChatRequest)
         check_model(body.model)
         messages = tuple((message.role, message.text) for message in body.messages)
-        writer = ChatWriter(served, num_choices=body.num_choices, include_usage=body.include_usage,
+        writer = ChatWriter(served, request.scope[REQUEST_ID], num_choices=body.num_choices, include_usage=body.include_usage,
                             logprobs=body.num_logprobs is not None, token_ids=body.return_token_ids)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         calls = [
             GenerateCall(request_id=f"{writer.id}-{i}", messages=messages, max_tokens=limit, sampling=body.sampling(i),
-                         cache_salt=body.cache_salt)
+                         cache_salt=salt(request, body.cache_salt))
             for i in range(body.num_choices)
         ]
         return await answer(request, calls, writer, body.stream)
 
     @api.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        _authorize(request, config.serve.api_keys)
+    async def models() -> dict[str, Any]:
         card = {"id": served, "object": "model", "created": 0, "owned_by": "hisparse",
                 "max_model_len": config.model.max_model_len}
         return {"object": "list", "data": [card]}
 
     @api.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, Any]:
+    async def model(name: str) -> dict[str, Any]:
         check_model(name)
-        return dict((await models(request))["data"][0])
+        return dict((await models())["data"][0])
 
     @api.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         state = await _engine_state(config, backend())
+        if keys and TENANT not in request.scope:
+            state = {"status": state["status"]}
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
     @api.get("/stats")
-    async def stats(request: Request, check: bool = False) -> dict[str, Any]:
-        _authorize(request, config.serve.api_keys)
-        return {"model": served, "engines": await asyncio.wait_for(backend().engines(check), STATS_TIMEOUT_S)}
+    async def stats(check: bool = False) -> dict[str, Any]:
+        engines, endpoints = await asyncio.wait_for(
+            asyncio.gather(backend().engines(check), backend().metrics_endpoints()), STATS_TIMEOUT_S)
+        return {"model": served, "metrics": endpoints, "engines": engines}
 
     @api.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
@@ -126,8 +134,11 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend]) -> FastAP
 
     @api.exception_handler(Exception)
     async def on_error(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return await on_api_error(request, ApiError.of(error))
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error,
+                     extra={"fields": {"request_id": request.scope.get(REQUEST_ID)}})
+        response = await on_api_error(request, ApiError.of(error))
+        response.headers["X-Request-Id"] = str(request.scope.get(REQUEST_ID, ""))  # this answer passes no layer of ours
+        return response
 
     return api
 
@@ -146,16 +157,6 @@ async def _engine_state(config: HiSparseConfig, backend: Backend) -> dict[str, A
     if len(state) < expected:
         return {"status": "starting", "reason": f"{len(state)} of {expected} engines are ready", "engines": state}
     return {"status": "ok", "engines": state}
-
-
-def _authorize(request: Request, keys: Sequence[str]) -> None:
-    if not keys:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Every key is compared, in constant time: the time taken tells nothing about them.
-    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise ApiError(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
 
 
 async def _read(request: Request, limit: int) -> bytes:

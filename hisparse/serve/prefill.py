@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import PDConfig
+from hisparse.metrics import NullSink, RequestFeed
 from hisparse.serve.calls import PrefillAnswer, PrefillCall
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import spawn
@@ -32,10 +33,15 @@ class PrefillEngine(Protocol):
 
 
 class PrefillService:
-    """One prefill replica's work, over its engine."""
+    """One prefill replica's work, over its engine.
 
-    def __init__(self, engine: PrefillEngine) -> None:
+    Args:
+        feed: metrics; default nowhere.
+    """
+
+    def __init__(self, engine: PrefillEngine, feed: RequestFeed | None = None) -> None:
         self._engine = engine
+        self._feed = feed or RequestFeed(NullSink(), model="", role="prefill", engine="")
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """The prompt's KV, leased; errors come as values. A caller that goes away frees everything."""
@@ -46,6 +52,8 @@ class PrefillService:
         done = False
         try:
             output = await self._engine.complete(request, timeout_s=call.timeout_s)
+            if output.stats is not None:
+                self._feed.queued(output.stats)
             if output.error is not None or output.kv_transfer_params is None:
                 reason = output.error or "the engine gave no transfer parameters"
                 return PrefillAnswer(request_id=call.request_id, error=ApiError(503, f"prefill failed: {reason}"))

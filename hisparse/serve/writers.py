@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,15 +61,16 @@ class Writer:
     """State of one response. Subclasses know the two shapes.
 
     Args:
+        request_id: of the HTTP request; part of the response's id.
         num_prompts: usage counts each prompt once, however many choices it has.
         token_ids: put the output ids into the `hisparse` field.
     """
 
     prefix = ""
 
-    def __init__(self, model: str, *, num_choices: int, num_prompts: int = 1, include_usage: bool = False,
+    def __init__(self, model: str, request_id: str, *, num_choices: int, num_prompts: int = 1, include_usage: bool = False,
                  logprobs: bool = False, token_ids: bool = False) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}-{request_id}"
         self.created = int(time.time())
         self.model = model
         self.choices = [_Choice() for _ in range(num_choices)]

@@ -23,6 +23,7 @@ def cluster() -> Iterator[str]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # 10 s by default: tests would wait for it
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     import ray
 

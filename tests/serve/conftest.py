@@ -25,7 +25,8 @@ def make_client(backend: FakeBackend) -> Iterator[Callable[..., TestClient]]:
     clients = []
 
     def make(**serve: Any) -> TestClient:
-        client = TestClient(create_api(small_config(**serve), lambda: backend), raise_server_exceptions=False)
+        client = TestClient(create_api(small_config(**serve), lambda: backend), client=("127.0.0.1", 4000),
+                            raise_server_exceptions=False)
         clients.append(client.__enter__())
         return client
 

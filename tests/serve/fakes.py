@@ -55,3 +55,6 @@ class FakeBackend:
 
     async def engines(self, check: bool) -> list[dict[str, Any]]:
         return [{**item, "check": "ok"} if check else item for item in self.state]
+
+    async def metrics_endpoints(self) -> list[str]:
+        return ["http://10.0.0.1:8080/metrics"]

@@ -26,7 +26,7 @@ def test_serve_files_fit_rays_schema_and_our_models(path: Path) -> None:
     module, _, name = (application.import_path or "").partition(":")
     assert module == "hisparse.serve" and getattr(hisparse.serve, name) is hisparse.serve.build_app
     config = load_config(dict(application.args), environ={})
-    assert config.for_role("prefill").cache.device_blocks == 1024 != config.cache.device_blocks
+    assert config.for_role("prefill").scheduler != config.for_role("decode").scheduler, "the overrides are in force"
     hisparse.serve.build_app(dict(application.args))
 
 
@@ -55,6 +55,15 @@ def test_prefill_and_decode() -> None:
     assert options.max_ongoing_requests >= 14, "Serve must not queue what the engine would answer with 429"
     assert decode._replica_config.placement_group_bundles == bundles(decode.init_args[0])
     assert decode._replica_config.placement_group_strategy == "STRICT_PACK"
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_engines_never_get_the_keys(replicas: int) -> None:
+    found = deployments({"model": {"path": "recall"},
+                         "serve": {"prefill_replicas": replicas, "api_keys": ["sk-1"], "host": "::"}})
+    engines = [deployment.init_args[0] for name, deployment in found.items() if name != "ingress"]
+    assert len(engines) == 1 + replicas
+    assert all(not engine.serve.api_keys and engine.serve.host == "::" for engine in engines)
 
 
 def test_colocated() -> None:

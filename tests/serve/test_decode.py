@@ -13,6 +13,8 @@ from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import EngineDeadError, RequestError
+from hisparse.metrics import MemorySink, RequestFeed
+from hisparse.metrics.catalogue import FINISH, FINISHED, LONGEST_GAP, PREFILL_WAIT, PROMPT_TOKENS, QUEUE, TTFT
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService, LocalPrefillBudget
 from hisparse.serve.errors import ApiError
@@ -20,6 +22,7 @@ from hisparse.serve.prefill import PrefillClient, PrefillService
 from hisparse.types import FinishReason, Landing, RequestOutput, RequestStats, SampledToken, SamplingParams
 
 PARAMS = {"lease": "l-1"}
+WHO = {"model": "m", "role": "decode", "engine": "e"}
 
 
 class FakeEngine:
@@ -45,7 +48,7 @@ class FakeEngine:
             yield RequestOutput(request_id=request.request_id, new_token_ids=(at,), new_text=word, error=error,
                                 finish_reason=self.final if last else None,
                                 logprobs=(SampledToken(token_id=40, logprob=-1.0, top_logprobs=((41, -2.0),)),),
-                                stats=RequestStats(prompt_tokens=3, landing=Landing.HOST) if last else None)
+                                stats=RequestStats(prompt_tokens=3, landing=Landing.HOST, queue_s=0.01) if last else None)
 
     async def complete(self, request: EngineRequest, *, timeout_s: float) -> RequestOutput:
         self.requests.append(request)
@@ -79,7 +82,13 @@ class Setup:
         self.script = list(script)
         self.attempts: list[PrefillCall] = []
         client = PrefillClient(self.send, self.config.pd, backoff_s=0.001) if prefill else None
-        self.service = DecodeService(self.config, self.engine, Tokenizer(model_path(self.config.model)), client)
+        self.sink = MemorySink()
+        self.service = DecodeService(self.config, self.engine, Tokenizer(model_path(self.config.model)), client,
+                                     RequestFeed(self.sink, **WHO))
+
+    def ended(self) -> dict[str, float]:
+        """Requests by how they ended, as the metrics have it."""
+        return {reason: count for reason in FINISH if (count := self.sink.value(FINISHED, **WHO, reason=reason) or 0)}
 
     async def send(self, call: PrefillCall) -> PrefillAnswer:
         self.attempts.append(call)
@@ -117,6 +126,23 @@ def test_remote_prefill_then_decode() -> None:
     assert request.kv_transfer_params == PARAMS and request.sampling.max_tokens == 4 and not request.do_remote_decode
     assert setup.attempts[0].prompt_token_ids == request.prompt_token_ids and setup.attempts[0].request_id != "d-1"
     assert setup.engine.aborted == setup.front.released == []
+    assert setup.ended() == {"stop": 1} and setup.sink.value(PROMPT_TOKENS, **WHO) == 3
+    assert [setup.sink.value(metric, **WHO) for metric in (PREFILL_WAIT, TTFT, QUEUE, LONGEST_GAP)] == [1] * 4
+
+
+def test_the_log_has_ids_and_numbers_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="hisparse"):
+        Setup("ok").run(text="the secret word is xylophone", request_id="cmpl-7-0")
+        Setup(ApiError(503, "prefill is down"), config={"kv_load_failure_policy": "fail", "max_retries": 0}).run()
+        Setup("ok").run(text="")
+    done, failed, refused = [record.fields for record in caplog.records if record.message == "request ended"]  # type: ignore[attr-defined]
+    assert {"request_id": "cmpl-7-0", "reason": "stop", "prompt_tokens": 3, "output_tokens": 2, "landing": "host",
+            "prefill": "remote"}.items() <= done.items()
+    assert 0 <= done["first_token_s"] <= done["seconds"] < 5
+    assert (failed["reason"], failed["status"], failed["first_token_s"]) == ("error", 503, None)
+    assert "prefill is down" in failed["error"]
+    assert (refused["reason"], refused["status"]) == ("refused", 400) and "error" not in refused
+    assert "xylophone" not in caplog.text and "xylophone" not in str([vars(record) for record in caplog.records])
 
 
 def test_colocated_has_no_prefill() -> None:
@@ -254,7 +280,7 @@ def test_cancel_aborts_on_both_sides() -> None:
 
     asyncio.run(leave())
     assert setup.engine.aborted == ["d-1"] and setup.front.released == ["d-1-p1"]
-    assert setup.service._open == 0
+    assert setup.service._open == 0 and setup.ended() == {"abandoned": 1}
 
 
 def test_full_replica_answers_429_before_any_prefill() -> None:
@@ -270,6 +296,7 @@ def test_full_replica_answers_429_before_any_prefill() -> None:
 
     statuses = [chunk.error.status for chunk in asyncio.run(three()) if chunk.error is not None]
     assert statuses == [504, 504, 429] and len(setup.attempts) == 2
+    assert setup.ended() == {"error": 2, "refused": 1}
 
 
 # ------------------------------------------------------------------------------------------- the prefill replica

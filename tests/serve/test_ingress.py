@@ -279,7 +279,7 @@ def test_disconnect_aborts(backend: FakeBackend, stream: bool) -> None:
     body = json.dumps(COMPLETION | {"stream": stream}).encode()
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
              "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-             "scheme": "http", "headers": [(b"content-type", b"application/json")], "server": ("t", 80), "client": ("c", 1)}
+             "scheme": "http", "headers": [(b"content-type", b"application/json")], "server": ("t", 80), "client": ("::1", 1)}
 
     async def talk() -> None:
         left = asyncio.Event()
