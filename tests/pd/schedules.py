@@ -140,7 +140,7 @@ def move(world: World, name: str) -> bool:
 
 
 def live(seed: int, *, steps: int = 300) -> World:
-    """One schedule of `steps` moves, to its end."""
+    """One schedule of `steps` moves, to its end; then its pools are closed."""
     world = World(seed)
     kind = 0 if world.calm else 1
     names, weights = list(MOVES), list(itertools.accumulate(weight[kind] for weight in MOVES.values()))
@@ -152,4 +152,7 @@ def live(seed: int, *, steps: int = 300) -> World:
     settle(world)
     probe(world)
     settle(world)
+    for engine in (*world.prefills, world.decode):
+        for memory in (*engine.ruins, *engine.memories):
+            memory.pool.close()
     return world
