@@ -218,11 +218,11 @@ def _copy_on_device(pieces: Sequence[tuple[int, int, int]]) -> None:
     """(to, from, bytes), on a stream of its own; returns when they are there."""
     import torch
 
-    from hisparse.ops.cuda.copy_engine import copy_strided
+    from hisparse.ops.cuda.driver import copy_async
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for to, source, count in pieces:
-            copy_strided(to, count, source, count, count, 1)
+            copy_async(to, source, count)
     while not stream.query():  # no step waits here, so no synchronise either
         time.sleep(0)

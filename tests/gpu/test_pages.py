@@ -213,7 +213,7 @@ def test_lists_longer_than_a_launch_takes(memory, monkeypatch):
     layout = LAYOUTS["bfloat16"]
     pools = Pools.random(layout, DEVICE, HOST, 10)
     ours, listed = OnDevice(pools, memory), random_pages(layout, 100, 10)
-    raw = torch.randint(0, 256, (100 * layout.host_block_bytes,), dtype=torch.uint8)
+    raw = torch.randint(0, 256, (100 * layout.staged_page_bytes,), dtype=torch.uint8)
     monkeypatch.setattr(module, "LIST_WORDS", (40, 124))
     ours.copier.spill(listed)
     pools.spill(listed)

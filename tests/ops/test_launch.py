@@ -70,6 +70,7 @@ def test_a_launch_is_one_call_with_the_parameters_where_c_has_them(fake):
     assert first == (0x77, (5, 2, 1), (64, 1, 1), 1024, 0xAE, struct.pack("<qqfxxxxq", 0, -(1 << 40), 0.5, 1))
     assert second[1:4] == ((7, 1, 1), (32, 1, 1), 0) and second[-1] == struct.pack("<qqfxxxxq", 0, 1, 2.0, 3)
     launch.allow_shared_bytes(100_000)
+    launch.allow_shared_bytes(60_000)  # somebody else launches it with 100,000
     launch.allow_large_clusters()
     assert made.attributes == [(0x77, 8, 100_000), (0x77, 14, 1)]
 

@@ -55,6 +55,19 @@ def bind_context(device: int) -> None:
         torch.cuda.current_stream().query()
 
 
+def copy_async(target: int, source: int, num_bytes: int) -> None:
+    """Copies between addresses that the device knows: its own, or registered host memory (within one registration).
+
+    Stream: torch's current one; returns at once.
+    Raises:
+        DriverError: an address that the device does not know, or an earlier launch failed.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    code = library().cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes),
+                                   ctypes.c_void_p(stream))
+    check(code, f"copy of {num_bytes} bytes")
+
+
 def launch_calls() -> tuple[Callable[..., None], Callable[[int], int]]:
     """cuLaunchKernel, by CuPy's compiled binding, which costs a third of a call through ctypes and raises RuntimeError with a
     `status`; and device -> the driver's handle of torch's current stream, at a tenth of the cost of a Stream object."""

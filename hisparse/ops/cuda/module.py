@@ -76,6 +76,7 @@ class Kernel:
         self._pack_into = self._parameters.pack_into
         self._launch, self._stream = driver.launch_calls()
         self._lock = threading.Lock()
+        self._shared_limit = 0
 
     def __call__(
         self, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0
@@ -129,8 +130,11 @@ class Kernel:
         self._set_attribute(14, 1)  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
-        """Raises the limit of dynamic shared memory (48 KiB otherwise)."""
-        self._set_attribute(8, num_bytes)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        """Raises the limit of dynamic shared memory (48 KiB otherwise); never lowers it, for others launch the function too."""
+        with self._lock:
+            if num_bytes > self._shared_limit:
+                self._set_attribute(8, num_bytes)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._shared_limit = num_bytes
 
     def _set_attribute(self, attribute: int, value: int) -> None:
         code = driver.library().cuFuncSetAttribute(ctypes.c_void_p(self._function), attribute, value)
