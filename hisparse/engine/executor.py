@@ -292,3 +292,5 @@ def _rank_main(pipe: Connection, config: HiSparseConfig, rank: int, incarnation:
             engine.shutdown()
         leave_group(group)
         pipe.close()
+        if config.model.device == "cuda":
+            os._exit(0)  # everything is released; what is left, destructors of NCCL and CUDA, may wait for each other for ever

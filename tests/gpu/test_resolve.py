@@ -230,7 +230,8 @@ def test_graph_replay_equals_the_reference_over_1000_steps(rows: int) -> None:
     follower = torch.full_like(world.on_gpu["rows"], POISON)
     from hisparse.ops import cuda
 
-    world.launch(topk, seats, seq, rows_per_request=rows)  # padding only: compiles, changes nothing
+    idle = world.launch(topk, seats, seq, rows_per_request=rows)  # padding only: compiles, changes nothing
+    cuda.replay(idle.plan, -world.row_offset, follower, world.gpu_host)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = world.launch(topk, seats, seq, rows_per_request=rows)
