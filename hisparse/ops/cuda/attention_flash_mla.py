@@ -21,8 +21,8 @@ from hisparse.ops.cuda.attention_switch import mode
 
 LATENT, ROPE, FP8_ROW_BYTES = 512, 64, 656
 HEADS = (64, 128)
-FASTER_BF16_FROM: dict[int, int] = {}
-"""Heads -> query rows from which FlashMLA was measured to be faster for bfloat16 rows. Empty: nowhere so far."""
+FASTER_BF16_FROM: dict[int, int] = {64: 128, 128: 64}
+"""Heads -> query rows from which FlashMLA was measured to be faster for bfloat16 rows (`bench_attention` on an H200)."""
 K_STEP = 128
 """Its Hopper kernels walk the entries in steps of this many."""
 
