@@ -86,6 +86,7 @@ def reach(world: World, request: Request, stage: str) -> None:
                 pass
         while at >= STAGES.index("acknowledged") and not decode.outputs[rank]:
             decode.transports[rank].move(1 << 30)
+            decode.copy(rank)
             decode.pump(rank)
     if stage == "decoding":
         world.hear(100)
