@@ -176,7 +176,7 @@ def test_the_pd_connector_holds_the_pool_while_it_has_it_registered(pool):
     held: list[tuple[str, int]] = []
 
     class Watching(LoopbackTransport):
-        def register(self, address, num_bytes):
+        def register(self, address, num_bytes, device=None):
             held.append(("register", len(pool._held_by)))
             super().register(address, num_bytes)
 
