@@ -35,6 +35,7 @@ def settle(world: World) -> None:
         assert not engine.pd.has_pending_work(), f"{engine.name} is never idle"
         for importer in engine.importers:
             assert not importer.busy() and importer.staging.num_free == engine.config.staging_slots, "slots in quarantine"
+            assert not importer._lost, "an endpoint is being closed for ever"
     world.check()
     for request in world.requests.values():
         assert request.state is not State.ERROR or request.error, "an error without a reason"
@@ -44,10 +45,12 @@ def settle(world: World) -> None:
 
 
 def is_quiet(world: World) -> bool:
-    """Nothing is under way."""
+    """Nothing is under way, and no endpoint is being closed (imports from there are refused until it is)."""
     engines = [engine for engine in (*world.prefills, world.decode) if engine.alive]
     busy = any(engine.pd.has_pending_work() or not engine.pools.full() for engine in engines)
-    return not (busy or world.answers or any(prefill.queue or prefill.jobs for prefill in world.prefills if prefill.alive))
+    closing = any(importer._lost for importer in world.decode.importers)
+    serving = any(prefill.queue or prefill.jobs for prefill in world.prefills if prefill.alive)
+    return not (busy or closing or serving or world.answers)
 
 
 def one_round(world: World) -> None:
