@@ -33,6 +33,8 @@ class Guarded:
     url: str
     asked: list[str] = field(default_factory=list)
     """The tenants of all completions so far."""
+    before: Samples = field(default_factory=dict)
+    """Other services of the same cluster have counted, too: what the endpoint said before the first completion."""
 
     def stats(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {KEYS['red']}"}
@@ -49,11 +51,12 @@ class Guarded:
         with urllib.request.urlopen(endpoint, timeout=10) as response:
             text = response.read().decode()
         ours = {"model", "role", "engine", "le", *(name for metric in CATALOGUE for name in metric.own)}
-        return {
-            (sample.name, frozenset((key, value) for key, value in sample.labels.items() if key in ours)): sample.value
-            for family in text_string_to_metric_families(text) if family.name.startswith("ray_hisparse_")
-            for sample in family.samples
-        }
+        found: Samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples if family.name.startswith("ray_hisparse_") else ():
+                key = sample.name, frozenset((key, value) for key, value in sample.labels.items() if key in ours)
+                found[key] = found.get(key, 0.0) + sample.value
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,9 @@ def service(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     keys = tmp_path_factory.mktemp("keys") / "api-keys"
     keys.write_text("# who may ask\n" + "".join(f"{tenant} {key}\n" for tenant, key in KEYS.items()))
     with run_service(serve={"api_keys_file": str(keys)}) as running:
-        yield Guarded(running.url)
+        guarded = Guarded(running.url)
+        guarded.before.update(guarded.samples())
+        yield guarded
 
 
 def document(seed: int) -> str:
@@ -122,9 +127,13 @@ def differences(stats: dict[str, Any], samples: Samples) -> list[str]:
 def test_requests_and_http_are_counted_once(service: Guarded) -> None:
     def counts() -> tuple[float, ...]:
         samples = service.samples()
-        return (total(samples, "ray_hisparse_requests_finished_total"),
-                *(total(samples, "ray_hisparse_queue_seconds_count", role=role) for role in ("prefill", "decode")),
-                total(samples, HTTP_REQUESTS.exported, endpoint="/v1/completions", status="200"))
+
+        def new(name: str, **labels: str) -> float:
+            return total(samples, name, **labels) - total(service.before, name, **labels)
+
+        return (new("ray_hisparse_requests_finished_total"),
+                *(new("ray_hisparse_queue_seconds_count", role=role) for role in ("prefill", "decode")),
+                new(HTTP_REQUESTS.exported, endpoint="/v1/completions", status="200"))
 
     for seed in (4, 5):
         service.ask("blue", document(seed))
@@ -136,7 +145,8 @@ def test_requests_and_http_are_counted_once(service: Guarded) -> None:
         time.sleep(0.5)
     samples = service.samples()
     assert total(samples, HTTP_REQUESTS.exported, endpoint="/v1/models", status="401") >= 1
-    assert total(samples, "ray_hisparse_requests_finished_total", reason="error") == 0
+    failed = [total(seen, "ray_hisparse_requests_finished_total", reason="error") for seen in (samples, service.before)]
+    assert failed[0] == failed[1]
     present = {name for name, _ in samples}
     for metric in CATALOGUE:
         name = f"{metric.exported}_bucket" if metric.kind is Kind.HISTOGRAM else metric.exported
