@@ -11,7 +11,8 @@ from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
 
 @dataclass(slots=True)
 class ImportJob:
-    """One import. `waiting`: ranks that have not acknowledged. `closed`: its request is gone, it only drains.
+    """One import. `waiting`: ranks that have not acknowledged. `closed`: its request is gone, it only drains. `overdue`: its
+    request was told that a rank cannot end it.
 
     Attributes:
         failures: (rank, kind, text) in the order they were heard; rank -1 = no rank's word.

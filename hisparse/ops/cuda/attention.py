@@ -122,8 +122,8 @@ def sparse_mla(
     if q.stride(2) != 1:
         q = q.contiguous()
     if launch is None:
-        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts,
-             attention_switch.mode() == "cluster" and attention_cluster.suits(q, rows, out))
+        clustered = attention_switch.mode() == "cluster" and attention_cluster.suits(q, rows, out)
+        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts, clustered)
     if launch.cluster:
         attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster)
         return out, gathered

@@ -104,15 +104,15 @@ def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: 
     Stream: the current one; may be captured once the same shapes have run outside of a capture (`chosen` sees to it).
     """
     package = importlib.import_module("flash_mla")
-    forked = {"use_legacy": True} if _is_forked(package) else {}
+    options = _options(package)
     rows = rows[row_delta:]
     if rows.dtype == torch.uint8:
         found, _ = package.flash_mla_with_kvcache(
             q[:, None], rows[:, None, None], None, None, LATENT, _plan(package, q, row_ids), None, scaling, False, True,
-            row_ids[:, None], **forked)
+            row_ids[:, None], **options)
         found = found[:, 0]
     else:
-        found = package.flash_mla_sparse_fwd(q, rows[:, None], row_ids[:, None], scaling, LATENT, **forked)[0]
+        found = package.flash_mla_sparse_fwd(q, rows[:, None], row_ids[:, None], scaling, LATENT, **options)[0]
     if out is None:
         return found  # type: ignore[no-any-return]
     return out.copy_(found)
@@ -140,11 +140,16 @@ def _plan(package: Any, q: Tensor, row_ids: Tensor) -> Any:
         one_row = torch.zeros(64, 1, 1, FP8_ROW_BYTES, dtype=torch.uint8, device=q.device)
         package.flash_mla_with_kvcache(
             q[:, None], one_row, None, None, LATENT, plan, None, 1.0, False, True, torch.full_like(row_ids[:, None], -1),
-            **({"use_legacy": True} if _is_forked(package) else {}))
+            **_options(package))
         if q.is_cuda:
             torch.cuda.current_stream(q.device).synchronize()
         _plans[key] = plan
     return _plans[key]
+
+
+def _options(package: Any) -> dict[str, bool]:
+    """Of every call: the Hopper kernels of a forked package."""
+    return {"use_legacy": True} if _is_forked(package) else {}
 
 
 @functools.cache
