@@ -11,22 +11,11 @@ from hisparse.connector.offloading import OffloadCommand, OffloadJob
 from hisparse.connector.offloading_worker import OffloadingWorker
 from hisparse.errors import InvariantError
 from hisparse.worker import DeviceCache, Place, Streams
-from tests.gpu.gate import Gate, no_waiting
+from tests.gpu.gate import no_waiting
 from tests.worker.rig import make_layout
 
 pytestmark = pytest.mark.gpu
 BLOCKS, PAGES = 40, 30
-
-
-@pytest.fixture(scope="module")
-def shut():
-    return Gate()
-
-
-@pytest.fixture
-def gate(shut):
-    yield shut
-    shut.close()
 
 
 class World:

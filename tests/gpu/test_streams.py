@@ -26,22 +26,11 @@ from hisparse.worker import (
     host_memory,
 )
 from hisparse.worker.counters import Counters
-from tests.gpu.gate import Gate, no_waiting
+from tests.gpu.gate import no_waiting
 from tests.gpu.test_host_pool import layout
 from tests.worker.rig import make_layout
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def shut():
-    return Gate()
-
-
-@pytest.fixture
-def gate(shut):
-    yield shut
-    shut.close()
 
 
 @pytest.fixture

@@ -26,17 +26,6 @@ pytestmark = pytest.mark.gpu
 SEATS, DEVICE_BLOCKS, HOST_BLOCKS = 4, 96, 48
 
 
-@pytest.fixture(scope="module")
-def shut():
-    return Gate()
-
-
-@pytest.fixture
-def gate(shut):
-    yield shut
-    shut.close()
-
-
 @dataclass
 class Page:
     """A page of nobody in particular: what a step wrote, where it is, and the transfer that brings it to the host."""
