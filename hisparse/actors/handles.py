@@ -104,7 +104,7 @@ class Actor:
             _raise(error, label)
 
     def kill(self) -> None:
-        """Has the actor's process ended and returns at once: a call that reaches it before that is still answered. Idempotent."""
+        """Has the actor's process ended; returns at once, so a call that gets there first is still answered. Idempotent."""
         try:
             ray.kill(self._handle, no_restart=True)
         except Exception as error:
