@@ -179,6 +179,8 @@ class ServeConfig(_Section):
                                  "arguments of an application, so prefer api_keys_file or HISPARSE_SERVE__API_KEYS.")
     api_keys_file: str | None = Field(None, description="One 'KEY' or 'TENANT KEY' a line; read again when it changes. Must be "
                                       "there on every node that runs an ingress replica.")
+    operators: tuple[str, ...] = Field((), description="Tenants whose keys show every tenant's requests on /residency; others "
+                                       "see the ids of their own, and sizes of the rest.")
     allow_no_keys: bool = Field(False, description="Serve other machines without keys, e.g. behind a gateway that checks them.")
     share_prefixes: bool = Field(False, description="Let tenants share cached prefixes. False: each API key (or tenant) sees "
                                  "only its own, whatever cache_salt it sends.")
