@@ -129,7 +129,8 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
     def viewer(tenant: str | None) -> Viewer:
         return Viewer(tenant=tenant or "", sees_all=not keys or tenant in config.serve.operators)
 
-    add_residency(api, ResidencyHub(lambda: backend().residency()), model=served, interval_s=INTERVAL_S, viewer_of=viewer)
+    hub = ResidencyHub(lambda: backend().residency(), interval_s=INTERVAL_S)
+    add_residency(api, hub, model=served, interval_s=INTERVAL_S, viewer_of=viewer)
 
     @api.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
