@@ -29,7 +29,8 @@ class ScriptedEngine:
                  names: list[str] | None = None, tenants: tuple[str, ...] = (), seed: int = 0) -> None:
         self.name, self.role, self.longest = name, role, longest_pages
         self.random = random.Random(seed)
-        self.names = names or [f"cmpl-{self.random.randbytes(16).hex()}-0" for _ in range(requests)]
+        made_up = [f"cmpl-{self.random.randbytes(16).hex()}-0" for _ in range(requests)]
+        self.names = made_up if names is None else names
         self.tenants = {item: tenants[i % len(tenants)] for i, item in enumerate(self.names) if tenants}
         self.pages = [longest_pages if not i else 1 + self.random.randrange(longest_pages) for i in range(len(self.names))]
         self.rows = [ResolveStats() for _ in self.names]
@@ -107,6 +108,6 @@ class ScriptedEngine:
 
 def service(requests: int, *, longest_pages: int = 60, tenants: tuple[str, ...] = ()) -> Any:
     """A function that reports a decode engine with so many requests and an idle prefill engine."""
-    engines = [ScriptedEngine(requests=requests, longest_pages=longest_pages, tenants=tenants, names=None if requests else []),
-               ScriptedEngine("prefill-90d1f3a2c4e6", role="prefill", requests=0, names=[])]
+    engines = [ScriptedEngine(requests=requests, longest_pages=longest_pages, tenants=tenants),
+               ScriptedEngine("prefill-90d1f3a2c4e6", role="prefill", requests=0)]
     return lambda: [engine.report() for engine in engines]
