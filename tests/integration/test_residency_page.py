@@ -304,7 +304,7 @@ def test_256_requests_can_be_sorted_found_and_listed(make_site: Callable[..., Si
     assert tokens == sorted(tokens, reverse=True)
     page.select_option("#sort", "rate")
     updates(page, 1)
-    rates = [float(value.replace("\N{EN DASH}", "101").removesuffix("%")) for value in column("Rows from the device")]
+    rates = [float(value.replace("\N{EN DASH}", "101").removesuffix("%")) for value in column("From the device")]
     assert rates == sorted(rates) and rates[0] < 100
     page.select_option("#most", label="all")
     assert page.locator(OPEN_REQUESTS).count() == 256 and page.inner_text("#shown") == ""

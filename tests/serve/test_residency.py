@@ -109,6 +109,26 @@ def test_a_sampling_that_fails_is_told_and_goes_on() -> None:
     run(body())
 
 
+def test_an_engine_in_a_long_step_keeps_its_last_report() -> None:
+    async def body() -> None:
+        well, sick = {"ok": True, "reason": ""}, {"ok": False, "reason": "a step is stuck"}
+        whole, silent = {"role": "decode", "requests": [1]}, {}
+        answers = [[{"engine": "a", "health": health, **report}] for health, report in (
+            (well, silent), (well, whole), (well, silent), (well, silent), (sick, silent), (well, silent), (well, whole))]
+        left = iter(answers)
+
+        async def ask() -> list[dict[str, Any]]:
+            return next(left, [])
+
+        hub = ResidencyHub(ask, interval_s=0.01)
+        async with aclosing(hub.watch()) as samples:
+            seen = [(await anext(samples)).engines[0] for _ in answers]
+        assert [item.get("requests") for item in seen] == [None, [1], [1], [1], None, None, [1]]
+        assert [item.get("late", False) for item in seen] == [False, False, True, True, False, False, False]
+
+    run(body())
+
+
 def test_viewers_are_bounded_and_a_cancelled_one_frees_its_place() -> None:
     async def body() -> None:
         asked = Asked()

@@ -24,7 +24,8 @@ class Sample:
     """What every engine reported at one moment.
 
     Attributes:
-        number: from 1, without gaps. at_s: Unix time. engines: see `CoordinatorActor.residency`, with "engine", its name.
+        number: from 1, without gaps. at_s: Unix time. engines: see `CoordinatorActor.residency`, with "engine", its name. Of
+            one that is busy with a long step, the report before, with "late": True.
         problem: why there is no report; "" = there is one.
     """
 
@@ -48,6 +49,7 @@ class ResidencyHub:
         self._ask, self._interval_s, self._max_viewers, self._wall_clock = ask, interval_s, max_viewers, wall_clock
         self._viewers = self._number = 0
         self._latest: Sample | None = None
+        self._reports: dict[str, dict[str, Any]] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -78,6 +80,7 @@ class ResidencyHub:
             if self._viewers == 0 and self._task is not None:
                 self._task.cancel()
                 self._task = self._latest = None  # the next viewer must not see an old one
+                self._reports = {}
 
     async def _run(self) -> None:
         while True:
@@ -89,8 +92,16 @@ class ResidencyHub:
 
     async def _sample(self, number: int) -> Sample:
         try:
-            engines = await asyncio.wait_for(self._ask(), SAMPLE_TIMEOUT_S)
+            engines = [self._or_before(item) for item in await asyncio.wait_for(self._ask(), SAMPLE_TIMEOUT_S)]
+            self._reports = {str(item.get("engine")): item for item in engines}
             return Sample(number=number, at_s=self._wall_clock(), engines=engines)
         except Exception as error:
             logger.warning("no residency sample: %s: %s", type(error).__name__, error)
             return Sample(number=number, at_s=self._wall_clock(), problem=ApiError.of(error).message)
+
+    def _or_before(self, engine: dict[str, Any]) -> dict[str, Any]:
+        """An engine that is well and says nothing else has not lost its requests: it will answer after its step."""
+        before = self._reports.get(str(engine.get("engine")), {})
+        if "role" in engine or "role" not in before or not engine.get("health", {}).get("ok"):
+            return engine
+        return before | engine | {"late": True}

@@ -104,7 +104,8 @@ def _engine(report: Mapping[str, Any]) -> dict[str, Any]:
     health = report.get("health", {})
     facts = {name: report[name] for name in _FACTS if name in report}
     return {"name": str(report.get("engine", ""))[:MAX_TEXT_CHARS], "ok": bool(health.get("ok")),
-            "reason": str(health.get("reason", ""))[:MAX_REASON_CHARS], "reported": "role" in report, **facts}
+            "reason": str(health.get("reason", ""))[:MAX_REASON_CHARS], "reported": "role" in report,
+            "late": bool(report.get("late", "role" not in report)), **facts}
 
 
 def _row(index: int, item: Mapping[str, Any], names: _Names) -> list[Any]:
