@@ -39,7 +39,13 @@ def _keys_option(value: Any) -> Any:
     return tuple(SecretStr(key.strip()) for key in keys)
 
 
+def _names_option(value: Any) -> Any:
+    """A list, or one string with commas (as an environment variable has it)."""
+    return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
+
+
 KeysOption = Annotated[tuple[SecretStr, ...], BeforeValidator(_keys_option)]
+NamesOption = Annotated[tuple[str, ...], BeforeValidator(_names_option)]
 RowsOption = Annotated[int | tuple[int, ...] | None, BeforeValidator(_rows_option)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -179,6 +185,8 @@ class ServeConfig(_Section):
                                  "arguments of an application, so prefer api_keys_file or HISPARSE_SERVE__API_KEYS.")
     api_keys_file: str | None = Field(None, description="One 'KEY' or 'TENANT KEY' a line; read again when it changes. Must be "
                                       "there on every node that runs an ingress replica.")
+    operators: NamesOption = Field((), description="Tenants whose keys show every tenant's requests on /residency; others see "
+                                   "the ids of their own, and sizes of the rest.")
     allow_no_keys: bool = Field(False, description="Serve other machines without keys, e.g. behind a gateway that checks them.")
     share_prefixes: bool = Field(False, description="Let tenants share cached prefixes. False: each API key (or tenant) sees "
                                  "only its own, whatever cache_salt it sends.")

@@ -111,3 +111,10 @@ def test_fp8_indexer_keys_on_cuda_need_what_the_kernel_takes(tmp_path: Path) -> 
     assert layout("bfloat16", "cuda", 32) == layout("bfloat16", "cpu", 16) == "uint8"
     with pytest.raises(ConfigError, match="a multiple of 32, not 16"):
         layout("bfloat16", "cuda", 16)
+
+
+def test_operators_come_as_a_list_or_with_commas() -> None:
+    assert load_config(BASE, environ={"HISPARSE_SERVE__OPERATORS": "ops, night,"}).serve.operators == ("ops", "night")
+    assert load_config({**BASE, "serve": {"operators": ["ops"]}}, environ={}).serve.operators == ("ops",)
+    with pytest.raises(ConfigError, match=r"serve\.operators"):
+        load_config({**BASE, "serve": {"operators": [7]}}, environ={})

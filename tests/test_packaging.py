@@ -26,6 +26,7 @@ def test_a_wheel_ships_checkpoint_and_kernel_sources(tmp_path: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hisparse").rglob("*.py")}
     assert modules <= names, modules - names
     assert {f"hisparse/checkpoints/recall/{name}" for name in ("model.safetensors", "config.json", "tokenizer.json")} <= names
+    assert "hisparse/serve/residency/page.html" in names
     shipped = {name.rpartition("share/hisparse/kernels/")[2] for name in names if "share/hisparse/kernels/" in name}
     assert shipped == {path.name for path in (ROOT / "kernels").iterdir()}
     assert not any(name.startswith(("tests/", "kernels/", "scripts/")) for name in names)

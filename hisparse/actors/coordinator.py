@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -20,10 +21,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SAMPLE_TIMEOUT_S = 2.0
+"""A step that runs for longer is waited for by nobody who only looks."""
+MAX_TENANTS = 4096
+"""Requests whose tenant is remembered, the latest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request as an engine takes it. See `EngineCore.add_request`."""
+    """One request as an engine takes it. See `EngineCore.add_request`. `tenant`: who asks, for reports; "" = not known."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -32,6 +38,7 @@ class EngineRequest:
     priority: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
     do_remote_decode: bool = False
+    tenant: str = ""
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -101,6 +108,7 @@ class CoordinatorActor:
         self._loop: EngineLoop | None = None
         self._about: Mapping[str, Any] = {}
         self._reporting: asyncio.Task[None] | None = None
+        self._tenants: OrderedDict[str, str] = OrderedDict()
 
     async def start(self, about: Mapping[str, Any], build: Callable[..., Core], *args: Any) -> int:
         """Makes the core with `build(*args)` in this process and starts its loop; returns the process id.
@@ -160,6 +168,10 @@ class CoordinatorActor:
             EngineDeadError: the engine has failed.
         """
         queue = self._streams.open(request.request_id)
+        if request.tenant:
+            self._tenants[request.request_id] = request.tenant
+            while len(self._tenants) > MAX_TENANTS:
+                self._tenants.popitem(last=False)
         finished = added = False
         try:
             await self._call(lambda core: core.add_request(
@@ -210,6 +222,22 @@ class CoordinatorActor:
                 report["check"] = await self._call(_check)
         return report
 
+    async def residency(self) -> dict[str, Any]:
+        """Health, and where every request lives (`ResidencySample.report`), with the tenants of the requests it names.
+
+        Only health when the engine has failed or is busy with a step for longer than `SAMPLE_TIMEOUT_S`.
+        """
+        health = self._engine.health()
+        view: dict[str, Any] = {"health": asdict(health)}
+        if self._engine.dead is not None:
+            return view
+        try:
+            sample = await asyncio.wait_for(self._call(lambda core: core.residency()), SAMPLE_TIMEOUT_S)
+        except (TimeoutError, EngineDeadError):
+            return view
+        report = await asyncio.to_thread(sample.report)
+        return view | report | {"tenants": {name: self._tenants[name] for name in _named(report) if name in self._tenants}}
+
     async def check(self) -> None:
         """Raises InvariantError unless every account of the engine is consistent."""
         await self._call(lambda core: core.check())
@@ -227,6 +255,12 @@ class CoordinatorActor:
     async def _call(self, function: Callable[[Core], T]) -> T:
         future: Future[T] = self._engine.call(function)
         return await asyncio.wrap_future(future)
+
+
+def _named(report: Mapping[str, Any]) -> set[str]:
+    """Ids of the requests that a report lists."""
+    return {*(item["id"] for item in report["requests"]), *(item[0] for item in report["pending"]),
+            *(item["request_id"] for name in ("landings", "ended") for item in report[name])}
 
 
 def _check(core: Core) -> str:

@@ -18,9 +18,10 @@ from hisparse.cache.offload import IndexerStore
 from hisparse.cache.pages import Residency
 from hisparse.cache.prefix import ExtraKeys, PageKeys, root_key
 from hisparse.cache.releaser import Releaser
-from hisparse.cache.report import PageView, collect_stats, held_pages, page_views
+from hisparse.cache.report import PageView, RequestTiers, collect_stats, held_pages, page_views, request_tiers
 from hisparse.cache.request import Identity
 from hisparse.cache.retention import Retention
+from hisparse.cache.spills import PendingTransfer
 from hisparse.cache.step_planner import StepPlanner
 from hisparse.cache.values import Admission, CacheStats, Fit, PrefixHit
 from hisparse.config import CacheConfig
@@ -324,6 +325,14 @@ class KVCacheManager:
     def page_views(self, request_id: str) -> tuple[PageView, ...]:
         """Every page of an admitted request, by table entry. O(pages held). InvariantError: it holds nothing."""
         return page_views(self.core.incarnation(request_id))
+
+    def request_tiers(self) -> dict[str, RequestTiers]:
+        """Where every admitted request lives, by id, in order of admission."""
+        return request_tiers(self.core)
+
+    def oldest_transfers(self, most: int) -> tuple[PendingTransfer, ...]:
+        """Transfers that have not completed, oldest first, up to `most`; () when HiSparse is off."""
+        return self.coordinator.spills.oldest(most) if self.coordinator is not None else ()
 
     def published_host_blocks(self) -> tuple[int, ...]:
         """Host blocks that can be found by their page key, oldest first."""

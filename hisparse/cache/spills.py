@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from hisparse.cache.core import CacheCore
 from hisparse.cache.pages import Residency
@@ -14,6 +16,20 @@ from hisparse.errors import InvariantError, TransferError
 from hisparse.types import AckKind, SparseKVPageTransfer, TransferAck
 
 _GPU_ONLY, _ENQUEUED, _FAILED = PageState.GPU_ONLY, AckKind.ENQUEUED, AckKind.FAILED
+
+
+class PendingTransfer(NamedTuple):
+    """A transfer that has not completed, for people to look at.
+
+    Attributes:
+        phase: "planned", "sent" (in a step's command) or "enqueued" (a worker has put the copy into its stream).
+        age_s: since it was planned, or last enqueued by a worker.
+    """
+
+    request_id: str
+    page: int
+    phase: str
+    age_s: float
 
 
 class Transfer:
@@ -264,6 +280,14 @@ class Spills:
                 missing = [rank for rank in range(self.num_ranks) if not transfer.done >> rank & 1]
                 out += [(rank, transfer.id) for rank in missing[: transfer.num_workers - transfer.done.bit_count()]]
         return tuple(out)
+
+    def oldest(self, most: int) -> tuple[PendingTransfer, ...]:
+        """What has not completed, oldest first, up to `most`."""
+        now_s = self._now_s()
+        return tuple(
+            PendingTransfer(t.inc.request_id, t.page, "enqueued" if t.enqueued else "sent" if t.sent else "planned",
+                            now_s - t.started_s)
+            for t in itertools.islice(self.transfers.values(), most))
 
     # ------------------------------------------------------------------------------------------- the workers are gone
     def crash(self, incarnation: int) -> None:

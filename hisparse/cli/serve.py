@@ -80,10 +80,12 @@ def _run(config: HiSparseConfig, as_json: bool) -> None:
         err.print(f"starting {'Ray and ' if started else ''}the service ...", highlight=False)
         with serving(config, port=port):
             if as_json:
-                print(json.dumps({"url": f"{url}/v1", "health": f"{url}/health", "stats": f"{url}/stats"}), flush=True)
+                print(json.dumps({"url": f"{url}/v1", "health": f"{url}/health", "stats": f"{url}/stats",
+                                  "residency": f"{url}/residency"}), flush=True)
             else:
                 out.print(f"serving at {url}/v1 (health: {url}/health, statistics: {url}/stats); Ctrl-C stops",
                           highlight=False, soft_wrap=True)
+                out.print(f"where requests live, in a browser: {url}/residency", highlight=False, soft_wrap=True)
             try:
                 threading.Event().wait()
             except KeyboardInterrupt:

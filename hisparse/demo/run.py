@@ -106,7 +106,8 @@ def _run(console: Console, *, keep: bool) -> list[Verdict]:
             console.print(f"\n{'[green bold]all held' if ok else '[red bold]NOT all held'}[/] after "
                           f"{time.perf_counter() - began:.0f} s")
             if keep:
-                console.print(f"still serving at {url}/v1 (statistics: {url}/stats); Ctrl-C stops", soft_wrap=True)
+                console.print(f"still serving at {url}/v1 (statistics: {url}/stats); where requests live, in a browser: "
+                              f"{url}/residency; Ctrl-C stops", soft_wrap=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     threading.Event().wait()
     finally:

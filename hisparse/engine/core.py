@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys, prompt_digest
-from hisparse.config import HiSparseConfig, host_blocks, kv_layout
+from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
 from hisparse.connector.base import LoadEvents, RemoteDecode, RemotePrefill, SchedulerConnector
 from hisparse.connector.hisparse import HiSparseConnectorScheduler
 from hisparse.connector.multi import MultiSchedulerConnector
 from hisparse.connector.offloading import OffloadingScheduler
 from hisparse.engine.detokenizer import Detokenizer
 from hisparse.engine.request import Request, RequestState
+from hisparse.engine.residency import NUM_PENDING, EndedLog, ResidencySample, group_facts, sample_request
 from hisparse.engine.scheduler import Scheduler
 from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
 from hisparse.types import (
@@ -48,6 +49,7 @@ class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
     def release_request(self, request_id: str) -> None: ...
     def problem(self) -> str: ...
     def stats(self) -> Any: ...
+    def landing_log(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class Tokenizer(Protocol):
@@ -146,6 +148,8 @@ class EngineCore:
         self._totals = ResolveStats()
         self._finished = self._generated = self._import_failures = 0
         self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
+        self._ended = EndedLog()
+        self._groups = group_facts(self.layout, hot_rows(config.cache, self.layout)) if config.cache.enabled else ()
         self._dead: str | None = None
         self.idle = True
 
@@ -384,7 +388,7 @@ class EngineCore:
             request = self._leases.pop(request_id, None)
             if request is not None:
                 self.scheduler.finish(request, FinishReason.STOP)
-                self._forget(request)
+                self._forget(request, "lease ended")
 
     # ------------------------------------------------------------------------------------------- outputs
     def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
@@ -403,9 +407,10 @@ class EngineCore:
         request.spilled_pages = self.cache.spilled_pages(request.request_id)
         self.scheduler.finish(request, reason, error)
         self._emit(request, text, finish=reason)
-        self._forget(request)
+        self._forget(request, reason.value)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, reason: str) -> None:
+        self._ended.add(request, reason)
         self.requests.pop(request.request_id, None)
         self._detokenizers.pop(request.request_id, None)
         self._finished += 1
@@ -445,6 +450,15 @@ class EngineCore:
             resolve=self._totals, cache=asdict(self.cache.stats()),
             pd=None if self.pd is None else asdict(self.pd.stats()),
         )
+
+    def residency(self) -> ResidencySample:
+        """Where every request lives now. O(requests), and a byte copied per page."""
+        tiers = self.cache.request_tiers()
+        return ResidencySample(
+            stats=self.stats().asdict(), block_size=self.layout.block_size, groups=self._groups,
+            requests=tuple([sample_request(request, tiers.get(name)) for name, request in self.requests.items()]),
+            pending=self.cache.oldest_transfers(NUM_PENDING), ended=self._ended.newest(),
+            landings=self.pd.landing_log() if self.pd is not None else ())
 
     def problem(self) -> str:
         """Why this engine should be replaced although it still steps; "" = it is fine."""

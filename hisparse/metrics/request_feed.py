@@ -27,7 +27,7 @@ from hisparse.metrics.sinks import Sink
 from hisparse.types import RequestStats
 
 Clock = Callable[[], float]
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/stats")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/stats", "/residency/events", "/residency")
 CLIENT_LEFT = 499
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hisparse.errors import InvariantError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
+from hisparse.types import Landing
 
 
 @dataclass(slots=True)
@@ -15,12 +16,16 @@ class ImportJob:
     request was told that a rank cannot end it.
 
     Attributes:
+        peer_id, landing, num_tokens: as planned.
         failures: (rank, kind, text) in the order they were heard; rank -1 = no rank's word.
     """
 
     job_id: int
     request_id: str
     waiting: set[int]
+    peer_id: str
+    landing: Landing
+    num_tokens: int
     closed: bool = False
     overdue: bool = False
     failures: list[tuple[int, ImportFailure, str]] = field(default_factory=list)
@@ -56,11 +61,12 @@ class ImportJobs:
         """For the plan of the next job."""
         return self._next_job
 
-    def start(self, request_id: str, plan: ImportPlan, ranks: Collection[int]) -> None:
-        """Every rank must acknowledge the plan, whose id is `next_id()`."""
+    def start(self, request_id: str, plan: ImportPlan, ranks: Collection[int], *, num_tokens: int) -> None:
+        """Every rank must acknowledge the plan, whose id is `next_id()` and which brings `num_tokens`."""
         self._next_job += 1
         self._plans.append(plan)
-        self._jobs[plan.job_id] = ImportJob(job_id=plan.job_id, request_id=request_id, waiting=set(ranks))
+        self._jobs[plan.job_id] = ImportJob(job_id=plan.job_id, request_id=request_id, waiting=set(ranks), peer_id=plan.peer_id,
+                                            landing=plan.landing, num_tokens=num_tokens)
         self._by_request[request_id] = plan.job_id
 
     def cancel(self, request_id: str) -> bool:
@@ -70,20 +76,19 @@ class ImportJobs:
             self._cancels.append(job_id)
         return job_id is not None
 
-    def close(self, request_id: str) -> bool:
-        """The request is gone: its job is cancelled and drains. True = no rank has seen it, so it has ended now."""
+    def close(self, request_id: str) -> ImportJob | None:
+        """The request is gone: its job is cancelled and drains. The job if no rank has seen it, so that it has ended now."""
         job_id = self._by_request.pop(request_id, None)
         if job_id is None:
-            return False
+            return None
         planned = [plan for plan in self._plans if plan.job_id != job_id]
         if len(planned) < len(self._plans):
             self._plans = planned
             self._cancels = [other for other in self._cancels if other != job_id]
-            del self._jobs[job_id]
-            return True
+            return self._jobs.pop(job_id)
         self._jobs[job_id].closed = True
         self._cancels.append(job_id)
-        return False
+        return None
 
     def take_orders(self) -> tuple[tuple[ImportPlan, ...], tuple[int, ...]]:
         """Plans and cancels since the last call."""

@@ -24,6 +24,7 @@ from hisparse.pd.endpoint import RankEndpoint, check_regions
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.import_jobs import ImportJob, ImportJobs
 from hisparse.pd.incarnations import Incarnations
+from hisparse.pd.landings import LandingLog
 from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
 from hisparse.pd.paging import Fingerprint, PeerLayouts, source_pages
@@ -85,6 +86,7 @@ class PDConnectorScheduler:
         self._failures: Counter[str] = Counter()
         self._ok = self._bytes = self._bad_notices = 0
         self._watch = TransferWatch()
+        self._landings = LandingLog()
         self._seconds = 0.0
 
     # ---- set-up
@@ -178,6 +180,7 @@ class PDConnectorScheduler:
                                     f"tokens is {kv.prompt_digest[:16]}..., ours is {digest_of(kv.num_tokens)[:16]}...")
         except ProtocolError as error:
             self._failures[ImportFailure.REFUSED.value] += 1
+            self._landings.add(request_id, failure=ImportFailure.REFUSED.value, reason=str(error))
             self.reject_remote(kv_transfer_params, str(error))
             raise
         self.release_unused(request_id, "replaced by a newer prefill answer")
@@ -232,8 +235,10 @@ class PDConnectorScheduler:
         if not self._incarnations.is_current(kv.engine_id, kv.incarnation):
             remote.state = _RemoteState.FAILED
             self._failures[ImportFailure.RESTARTED.value] += 1
-            self._failed[request_id] = (f"{ImportFailure.RESTARTED.value}: prefill engine {kv.engine_id} has restarted since "
-                                        "it answered; its pages are gone")
+            reason = f"prefill engine {kv.engine_id} has restarted since it answered; its pages are gone"
+            self._failed[request_id] = f"{ImportFailure.RESTARTED.value}: {reason}"
+            self._landings.add(request_id, peer=kv.engine_id, landing=target.landing, failure=ImportFailure.RESTARTED.value,
+                               reason=reason)
             self._held.drop(request_id, "the engine restarted")
             return
         ranks = range(self._num_ranks)
@@ -245,7 +250,7 @@ class PDConnectorScheduler:
             source=kv.pages.slice(first, behind), source_paging=kv.paging, source_skip=skip, destination=table_of(pages),
             tail_rows=pages.num_tokens - (last - 1) * self._layout.block_size,
             deadline_s=self._config.transfer_deadline_s)
-        self._jobs.start(request_id, plan, ranks)
+        self._jobs.start(request_id, plan, ranks, num_tokens=plan.num_tokens(self._layout.block_size))
         remote.state = _RemoteState.IMPORTING
 
     def release_unused(self, request_id: str, reason: str) -> None:
@@ -295,9 +300,12 @@ class PDConnectorScheduler:
             self._failed.pop(request_id, None)
             self._drained.append(request_id)
         self._held.drop(request_id, "the request was closed")
-        if self._jobs.close(request_id):
+        job = self._jobs.close(request_id)
+        if job is not None:
             self._drained.append(request_id)
             self._failures[ImportFailure.CANCELLED.value] += 1
+            self._landings.add(request_id, peer=job.peer_id, landing=job.landing, failure=ImportFailure.CANCELLED.value,
+                               reason="the request was closed before any rank began")
 
     def loading(self) -> frozenset[str]:
         """Live requests with an import planned, in flight or about to be reported."""
@@ -332,6 +340,10 @@ class PDConnectorScheduler:
             bad_notices=self._bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
             peers=self._watch.peers(), staging_slots=slots, staging_slots_free=free)
 
+    def landing_log(self) -> list[dict[str, Any]]:
+        """The last imports, newest first: `LandingEntry` as dictionaries."""
+        return self._landings.newest()
+
     # ---- inside
     def _overdue(self, output: PDOutput) -> dict[str, str]:
         """Requests whose import a rank cannot end: it is told once, and drains when the rank's word comes after all."""
@@ -362,6 +374,10 @@ class PDConnectorScheduler:
         failure = job.failure
         if failure is not None:
             self._failures[failure[1].value] += 1
+        self._landings.add(job.request_id, peer=job.peer_id, landing=job.landing, tokens=job.num_tokens,
+                           num_bytes=job.num_bytes, seconds=job.seconds,
+                           failure=failure[1].value if failure is not None else "",
+                           reason=failure[2] if failure is not None else "")
         if job.closed:
             drained.append(job.request_id)
             return

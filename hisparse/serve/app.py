@@ -125,13 +125,20 @@ class ServeBackend:
         """Cancelling the response aborts at the replica that has the request; nothing else is to be done."""
 
     async def engines(self, check: bool) -> list[dict[str, Any]]:
+        return await self._ask_all("stats", check)
+
+    async def residency(self) -> list[dict[str, Any]]:
+        return await self._ask_all("residency")
+
+    async def _ask_all(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """The answer of every engine's coordinator, by name; who does not answer is unhealthy."""
         prefix = actor_prefix(self._app)
         actors = await asyncio.to_thread(find_actors, prefix)
 
         async def ask(actor: Any) -> dict[str, Any]:
             name = actor.label.removeprefix(prefix)
             try:
-                return {"engine": name, **await actor.acall("stats", check, timeout_s=5.0)}
+                return {"engine": name, **await actor.acall(method, *args, timeout_s=5.0)}
             except Exception as error:
                 return {"engine": name, "health": {"ok": False, "reason": str(error)}}
 

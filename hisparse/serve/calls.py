@@ -17,7 +17,7 @@ class GenerateCall:
     Attributes:
         messages: (role, content) pairs of a chat.
         max_tokens: None = as many as fit into the context; replaces `sampling.max_tokens`.
-        timeout_s: time left until the request's deadline.
+        timeout_s: time left until the request's deadline. tenant: who asks, for reports; "" = no keys are in use.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class GenerateCall:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     timeout_s: float = 300.0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class PrefillCall:
     prompt_token_ids: tuple[int, ...]
     cache_salt: str | None = None
     timeout_s: float = 300.0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +89,5 @@ class Backend(Protocol):
     def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]: ...
     async def abort(self, request_id: str) -> None: ...
     async def engines(self, check: bool) -> list[dict[str, Any]]: ...
+    async def residency(self) -> list[dict[str, Any]]: ...
     async def metrics_endpoints(self) -> list[str]: ...

@@ -78,7 +78,7 @@ class DecodeService:
                 prompt = await self._encode(call)
                 sampling = replace(call.sampling, max_tokens=self._max_tokens(call, len(prompt)))
                 request = EngineRequest(request_id=call.request_id, prompt_token_ids=prompt, sampling=sampling,
-                                        cache_salt=call.cache_salt)
+                                        cache_salt=call.cache_salt, tenant=call.tenant)
                 async for chunk in self._run(request, deadline, timer):
                     ended = "error" if chunk.error is not None else chunk.finish_reason or ended
                     facts |= _facts(chunk)
@@ -138,7 +138,8 @@ class DecodeService:
         try:
             if self._prefill is not None:
                 answer, attempts = await self._prefill.prefill(
-                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline)
+                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline,
+                    tenant=request.tenant)
                 timer.prefilled()
                 facts["prefill_attempts"] = attempts
                 if answer.error is not None:

@@ -16,8 +16,8 @@ from hisparse.metrics.request_feed import CLIENT_LEFT, HttpFeed
 from hisparse.serve.errors import ApiError
 from hisparse.serve.keys import KeyRing
 
-OPEN_PATHS = ("/health",)
-"""For probes, which have no key; what strangers learn there is one word."""
+OPEN_PATHS = ("/health", "/residency")
+"""For probes, which have no key: what strangers learn there is one word. And the static page that asks for a key."""
 TENANT = "hisparse.tenant"
 """Where a request's scope has the tenant; absent = the caller gave no valid key."""
 REQUEST_ID = "hisparse.request_id"

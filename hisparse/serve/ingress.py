@@ -23,6 +23,9 @@ from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import Chunks, Generation
 from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
 from hisparse.serve.keys import KeyRing, tenant_salt
+from hisparse.serve.residency import add_residency
+from hisparse.serve.residency.hub import INTERVAL_S, ResidencyHub
+from hisparse.serve.residency.view import Viewer
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer, error_event
 
 logger = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
                 request_id=f"{writer.id}-{p * n + i}", max_tokens=16 if body.max_tokens is None else body.max_tokens,
                 text=prompt if isinstance(prompt, str) else None,
                 token_ids=None if isinstance(prompt, str) else tuple(prompt),
-                sampling=body.sampling(i), cache_salt=salt(request, body.cache_salt),
+                sampling=body.sampling(i), cache_salt=salt(request, body.cache_salt), tenant=request.scope.get(TENANT, ""),
             )
             for p, prompt in enumerate(prompts) for i in range(n)
         ]
@@ -94,7 +97,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         calls = [
             GenerateCall(request_id=f"{writer.id}-{i}", messages=messages, max_tokens=limit, sampling=body.sampling(i),
-                         cache_salt=salt(request, body.cache_salt))
+                         cache_salt=salt(request, body.cache_salt), tenant=request.scope.get(TENANT, ""))
             for i in range(body.num_choices)
         ]
         return await answer(request, calls, writer, body.stream)
@@ -122,6 +125,12 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         engines, endpoints = await asyncio.wait_for(
             asyncio.gather(backend().engines(check), backend().metrics_endpoints()), STATS_TIMEOUT_S)
         return {"model": served, "metrics": endpoints, "engines": engines}
+
+    def viewer(tenant: str | None) -> Viewer:
+        return Viewer(tenant=tenant or "", sees_all=not keys or tenant in config.serve.operators)
+
+    hub = ResidencyHub(lambda: backend().residency(), interval_s=INTERVAL_S)
+    add_residency(api, hub, model=served, interval_s=INTERVAL_S, viewer_of=viewer)
 
     @api.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

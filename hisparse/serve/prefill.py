@@ -46,7 +46,7 @@ class PrefillService:
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """The prompt's KV, leased; errors come as values. A caller that goes away frees everything."""
         request = EngineRequest(
-            request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, cache_salt=call.cache_salt,
+            request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, cache_salt=call.cache_salt, tenant=call.tenant,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), do_remote_decode=True,
         )
         done = False
@@ -81,18 +81,18 @@ class PrefillClient:
         self._send, self._max_retries, self._backoff_s = send, config.max_retries, backoff_s
 
     async def prefill(self, request_id: str, prompt: tuple[int, ...], *, cache_salt: str | None,
-                      deadline: float) -> tuple[PrefillAnswer, int]:
+                      deadline: float, tenant: str = "") -> tuple[PrefillAnswer, int]:
         """The answer of the first attempt that worked, or of the last one; and the number of attempts.
 
         Args:
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock. tenant: who asks, for reports.
         """
         attempt = 0
         while True:
             attempt += 1
             answer = await self._attempt(PrefillCall(
                 request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
-                timeout_s=max(deadline - time.monotonic(), 0.001),
+                timeout_s=max(deadline - time.monotonic(), 0.001), tenant=tenant,
             ))
             if answer.error is None or not answer.error.retryable or attempt > self._max_retries:
                 return answer, attempt

@@ -20,6 +20,15 @@ class FakeStats:
         return {"running": self.running}
 
 
+@dataclass(frozen=True)
+class FakeResidency:
+    names: tuple[str, ...]
+
+    def report(self) -> dict[str, Any]:
+        return {"requests": [{"id": name} for name in self.names], "pending": [["gone", 0, "sent", 0.1]], "landings": [],
+                "ended": [{"request_id": "past"}]}
+
+
 class FakeCore:
     """`step_s`: how long a step takes. `fail`: raised by the next step. `block`: a step waits for it."""
 
@@ -81,6 +90,10 @@ class FakeCore:
 
     def stats(self) -> FakeStats:
         return FakeStats(len(self.left))
+
+    def residency(self) -> FakeResidency:
+        self.threads.add(threading.current_thread().name)
+        return FakeResidency(tuple(self.left))
 
     def check(self) -> None:
         if self.broken:

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,42 @@ def test_stats_and_check() -> None:
         assert "check" not in await actor.stats()
         with pytest.raises(InvariantError, match="block 5"):
             await actor.check()
+
+    with_actor(body)
+
+
+def test_residency_names_tenants_of_the_requests_it_lists() -> None:
+    async def body(actor: CoordinatorActor, core: FakeCore) -> None:
+        core.step_s = 0.002
+        asked = [replace(request(name, 100_000), tenant=tenant) for name, tenant in (("r0", "red"), ("r1", ""), ("r2", "blue"))]
+        tasks = [asyncio.create_task(collect(actor, item)) for item in asked]
+        await collect(actor, replace(request("past", 1), tenant="red"))
+        view = await actor.residency()
+        assert {item["id"] for item in view["requests"]} == {"r0", "r1", "r2"} and view["health"]["ok"]
+        assert view["tenants"] == {"r0": "red", "r2": "blue", "past": "red"}, "also of requests that have ended"
+        assert core.threads == {"hisparse-engine-loop"}, "the engine is asked between its steps"
+        for item in asked:
+            await actor.abort(item.request_id)
+        await asyncio.gather(*tasks)
+
+    with_actor(body)
+
+
+def test_who_only_looks_does_not_wait_for_a_stuck_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse.actors.coordinator.SAMPLE_TIMEOUT_S", 0.05)
+
+    async def body(actor: CoordinatorActor, core: FakeCore) -> None:
+        core.block = threading.Event()
+        task = asyncio.create_task(collect(actor, request()))
+        await asyncio.sleep(0.05)
+        view = await actor.residency()
+        assert "requests" not in view and "ok" in view["health"]
+        core.block.set()
+        await task
+        assert (await actor.residency())["requests"] == []
+        core.fail = EngineDeadError("rank 1 is dead")
+        await collect(actor, request())
+        assert (await actor.residency())["health"]["reason"] == "rank 1 is dead"
 
     with_actor(body)
 

@@ -7,15 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import openai
 
 from hisparse.cli import free_port
 from hisparse.testing.recall_documents import build_recall_document
 
 ROOT = Path(__file__).parents[2]
+
+
+def watch(url: str, opened: threading.Event) -> None:
+    """Follows a stream of events to its end, whoever ends it."""
+    with suppress(httpx.TransportError), httpx.stream("GET", url, timeout=60) as response:
+        for _ in response.iter_lines():
+            opened.set()
 
 
 def test_serve_until_ctrl_c(cluster: str) -> None:
@@ -40,8 +51,13 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
             engines = json.loads(status.stdout)["engines"]
             assert [engine["check"] for engine in engines] == ["ok", "ok"]
             assert all(Path(engine["host_pool"]).exists() for engine in engines)
-            server.send_signal(signal.SIGINT)
-            _, errors = server.communicate(timeout=90)
+            with ThreadPoolExecutor(1) as pool:  # somebody looks at the residency page meanwhile
+                opened = threading.Event()
+                watched = pool.submit(watch, url.removesuffix("/v1") + "/residency/events", opened)
+                assert opened.wait(30)
+                server.send_signal(signal.SIGINT)
+                _, errors = server.communicate(timeout=90)
+                watched.result(timeout=30)
         finally:
             server.kill()
     assert server.returncode == 0, errors

@@ -19,6 +19,7 @@ from hisparse.checkpoints import recall_checkpoint
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.testing.recall_documents import RecallDocument, build_recall_document
 from hisparse.testing.reference_decode import ReferenceModel
+from tests.integration.browser import check_layout, listen, open_browser
 from tests.integration.service import Service, run_service
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -147,6 +148,30 @@ def test_the_snippet_of_the_readme_runs(service: Service, capsys: pytest.Capture
     code = snippet.replace("http://127.0.0.1:8000", service.url).replace('"..."', repr(prompt.prompt))
     exec(compile(code, "README.md", "exec"), {})
     assert prompt.is_answer(capsys.readouterr().out)
+
+
+def test_the_residency_page_shows_a_request_while_it_runs(service: Service) -> None:
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(30_000)
+        complaints = listen(page)
+        page.goto(f"{service.url}/residency")
+        page.locator('#status[data-state="live"]').wait_for()
+        assert page.locator(".engines .card", has_text="healthy").count() == 2
+        asked = document(9, 900)
+        with service.client.completions.create(model="recall", prompt=asked.prompt, max_tokens=1000, temperature=0, stream=True,
+                                               extra_body={"ignore_eos": True}) as stream:
+            request_id = f"{next(iter(stream)).id}-0"
+            row = page.locator("#requests tbody tr", has_text=re.compile(rf"{request_id}\s*decode-"))
+            row.locator("td.rate", has_text="%").wait_for()  # a second figure has come
+            text = row.inner_text()
+            assert "running" in text and re.search(r"\d+ on device", text), text
+            landing = page.locator("#landings tbody tr", has_text=request_id).inner_text()
+            assert "landed" in landing and "from prefill-" in landing
+            check_layout(page)
+        page.locator("#ended tbody tr", has_text=re.compile(rf"{request_id}\s*decode-.* abort")).wait_for()
+        row.wait_for(state="detached")
+        assert complaints == [] and asked.answer not in page.content() and asked.prompt[:40] not in page.content()
 
 
 def test_bad_input_costs_nothing(service: Service) -> None:

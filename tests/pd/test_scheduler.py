@@ -14,6 +14,7 @@ from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportAck, ImportFailure, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
+from hisparse.pd.landings import LandingLog
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.protocol import Notice, decode_notice, encode_notice
 from hisparse.types import ImportTarget, Landing, PageGenerations, RequestPages
@@ -435,3 +436,43 @@ def test_impossible_calls_are_our_bugs() -> None:
         decode.pd.add_remote("d-1", params)
     with pytest.raises(InvariantError, match="never planned"):
         decode.pd.update([decode.ack(7)])
+
+
+# ------------------------------------------------------------------------------------ the log of landings
+
+
+def test_every_import_is_logged_once_with_its_outcome() -> None:
+    prefill, decode = Engine("p"), Engine("d", num_ranks=2)
+    for name, landing in (("good", Landing.RESIDENT), ("bad", Landing.HOST), ("closed", Landing.HOST), ("early", Landing.HOST)):
+        decode.pd.add_remote(name, prefill.grant(f"p-{name}"), num_prompt_tokens=TOKENS)
+        decode.pd.start_import(name, target(landing))
+        if name == "early":
+            decode.pd.request_closed(name)  # before any rank heard of it
+            continue
+        (plan,) = decode.build().imports
+        if name == "closed":
+            decode.pd.request_closed(name)
+        failure = ImportFailure.GENERATION if name == "bad" else ImportFailure.CANCELLED if name == "closed" else None
+        for rank in range(2):
+            ack = ImportAck(job_id=plan.job_id, failure=failure if rank else None, reason="page 3 " * 200 if failure else "",
+                            num_bytes=1000 + rank, seconds=0.5 + rank)
+            decode.pd.update([PDOutput(rank=rank, incarnation=INC, acks=(ack,))])
+    junk = prefill.grant("p-junk") | {"layout": "other"}
+    with pytest.raises(ProtocolError):
+        decode.pd.add_remote("junk", junk | {"version": 99}, num_prompt_tokens=TOKENS)
+    log = decode.pd.landing_log()
+    assert [(item["request_id"], item["landing"], item["failure"]) for item in reversed(log)] == [
+        ("good", "resident", ""), ("bad", "host", "generation"), ("closed", "host", "cancelled"),
+        ("early", "host", "cancelled"), ("junk", "", "refused")]
+    good, bad = log[-1], log[-2]
+    assert (good["tokens"], good["num_bytes"], good["seconds"], good["peer"]) == (TOKENS, 2001, 1.5, "p")
+    assert bad["reason"].startswith("page 3") and len(bad["reason"]) <= 300
+    assert json.loads(json.dumps(log)) == log and [item["number"] for item in log] == [5, 4, 3, 2, 1]
+
+
+def test_the_log_of_landings_is_bounded() -> None:
+    log = LandingLog(lambda: 7.0)
+    for i in range(1000):
+        log.add(f"r{i}", failure="timeout")
+    newest = log.newest()
+    assert len(newest) == 32 and newest[0]["number"] == 1000 and newest[0]["at_s"] == 7.0

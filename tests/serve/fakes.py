@@ -23,6 +23,9 @@ class FakeBackend:
         self.calls: list[GenerateCall] = []
         self.aborted: list[str] = []
         self.cancelled: list[str] = []
+        self.residency_reports: Any = []
+        """A list, a function that makes one, or an exception."""
+        self.samplings = 0
         self.state: list[dict[str, Any]] = [
             {"engine": "prefill-1", "health": {"ok": True, "reason": ""}},
             {"engine": "decode-1", "health": {"ok": True, "reason": ""}},
@@ -55,6 +58,12 @@ class FakeBackend:
 
     async def engines(self, check: bool) -> list[dict[str, Any]]:
         return [{**item, "check": "ok"} if check else item for item in self.state]
+
+    async def residency(self) -> list[dict[str, Any]]:
+        self.samplings += 1
+        if isinstance(self.residency_reports, Exception):
+            raise self.residency_reports
+        return self.residency_reports() if callable(self.residency_reports) else self.residency_reports
 
     async def metrics_endpoints(self) -> list[str]:
         return ["http://10.0.0.1:8080/metrics"]
