@@ -30,6 +30,7 @@ from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.protocol import Notice, encode_notice
 from hisparse.pd.repaging import RepagingPlanner
+from hisparse.pd.running_import import Phase, Read
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
@@ -50,10 +51,10 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         job = self._jobs[plan.job_id]
         if job.failure is None:
             batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-            job.waiting.extendleft(hisparse.pd.importer._Read(runs=batch) for batch in batches)
+            job.waiting.extendleft(Read(runs=batch) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",
-         lambda original, self, job: setattr(job, "phase", hisparse.pd.importer._Phase.VERIFY))
+         lambda original, self, job: setattr(job, "phase", Phase.VERIFY))
 
 
 def one_generation_stands_for_all(patch: Patch) -> None:

@@ -16,8 +16,9 @@ from hisparse.config import PDConfig
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportAck, PDCommand, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
+from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import agent_name
-from hisparse.pd.importer import CopyEvent, Importer
+from hisparse.pd.importer import Importer
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.transfer_thread import TransferThread

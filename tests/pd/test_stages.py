@@ -15,7 +15,7 @@ import pytest
 
 from hisparse.config import PDConfig
 from hisparse.engine.load_failures import LoadFailurePolicy
-from hisparse.pd.importer import _Phase
+from hisparse.pd.running_import import Phase
 from hisparse.types import Landing
 from tests.pd.pools import Content, ids_of
 from tests.pd.prefill import Prefill
@@ -86,9 +86,9 @@ def reach(world: World, request: Request, stage: str) -> None:
             decode.transports[rank].move(2)
         if at < STAGES.index("verifying"):
             continue
-        while job.phase is not _Phase.VERIFY or not job.posted:
+        while job.phase is not Phase.VERIFY or not job.posted:
             decode.pump(rank)
-            while job.phase is _Phase.DATA and (decode.transports[rank].move(1 << 30) or decode.copy(rank)):
+            while job.phase is Phase.DATA and (decode.transports[rank].move(1 << 30) or decode.copy(rank)):
                 pass
         while at >= STAGES.index("acknowledged") and not decode.outputs[rank]:
             decode.transports[rank].move(1 << 30)
