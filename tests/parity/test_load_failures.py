@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from hisparse.engine.core import EngineCore
-from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
-from hisparse.engine.request import Request
+from hisparse.engine.load_failures import Recovery
 from hisparse.errors import RequestError
 from hisparse.pd import worker as pd_worker
 from hisparse.pd.loopback import DEFAULT_NETWORK, LoopbackTransport
 from hisparse.types import FinishReason
-from tests.mutations.faults import Patch, wrap
+from tests.mutations import load_faults
+from tests.mutations.faults import Fault
 from tests.parity.rig import Rig, Served, check_tokens, engine_config, greedy, prompt_of
 from tests.parity.test_failures import FAILURES, changed
 
@@ -149,7 +148,7 @@ def heal(rig: Rig, release: list[Callable[[], None]]) -> None:
 
 # ------------------------------------------------------------------------------------------- the budget
 @pytest.mark.parametrize("failure", CAUSES)
-def test_the_budget_holds_for_every_failure(pair: MakeRig, failure: str, release: list[Callable[[], None]],
+def test_b34_the_budget_holds_for_every_failure(pair: MakeRig, failure: str, release: list[Callable[[], None]],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     rig = pair(failure, local_prefill_tokens=200)
     core = rig.decode.core
@@ -274,68 +273,21 @@ def test_a_client_that_leaves_between_attempts(pair: MakeRig, failure: str, rele
 
 
 # ------------------------------------------------------------------------------------------- seeded faults
-def a_failed_import_needs_no_budget(patch: Patch) -> None:
-    """Every recompute takes from the budget."""
-    patch.setattr(EngineCore, "_decide", lambda self, request: Recovery.RECOMPUTE)
-
-
-def the_budget_is_kept_to_the_end(patch: Patch) -> None:
-    """The budget is given back with the first token."""
-    wrap(patch, EngineCore, "_accept", lambda original, self, request, token:
-         (setattr(request, "recomputes", False), original(self, request, token)))
-
-
-def an_overdue_import_keeps_its_name(patch: Patch) -> None:
-    """A request leaves its id to the pages that its overdue import may still write."""
-    def leave(original: Any, self: EngineCore, request: Request) -> None:
-        name = request.request_id
-        original(self, request)
-        self.cache.close(request.request_id)
-        self.requests[name] = self.requests.pop(request.request_id)
-        request.request_id = name
-        self.cache.open(name, request.token_ids, max_tokens=request.sampling.max_tokens)
-    wrap(patch, EngineCore, "_leave_quarantined", leave)
-
-
-def an_overdue_import_is_an_error(patch: Patch) -> None:
-    """The policy decides what becomes of an overdue import."""
-    wrap(patch, EngineCore, "_import_failed", lambda original, self, request, problem:
-         self._close(request, FinishReason.ERROR, error=problem) if "quarantine" in problem
-         else original(self, request, problem))
-
-
-def a_retry_counts_for_nothing(patch: Patch) -> None:
-    """The engine asks for a retry only while the caller has some left."""
-    wrap(patch, LoadFailurePolicy, "decide", lambda original, self, name, *, tokens, retries_left:
-         original(self, name, tokens=tokens, retries_left=1))
-
-
-def an_unusable_answer_is_not_a_failure(patch: Patch) -> None:
-    """An answer that cannot be used falls under the policy, too."""
-    take = EngineCore._take_answer
-    patch.setattr(EngineCore, "_take_answer", lambda self, request, params: (take(self, request, params), None)[1])
-
-
-def nobody_tells_prefill_that_the_client_left(patch: Patch) -> None:
-    """The answer of a retry that nobody waits for is refused, so that its lease ends."""
-    wrap(patch, EngineCore, "resume", lambda original, self, request_id, **answer:
-         original(self, request_id, **answer) if request_id in self.requests else None)
-
-
-FOUND_BY: list[tuple[Callable[[Patch], None], Callable[..., None], tuple[str, ...]]] = [
-    (a_failed_import_needs_no_budget, test_the_budget_holds_for_every_failure, ("transfer",)),
-    (the_budget_is_kept_to_the_end, test_a_recompute_takes_from_the_budget_until_its_first_token, ("transfer",)),
-    (an_overdue_import_keeps_its_name, test_a_recompute_takes_from_the_budget_until_its_first_token, ("blocked",)),
-    (an_overdue_import_is_an_error, test_a_recompute_takes_from_the_budget_until_its_first_token, ("blocked",)),
-    (a_retry_counts_for_nothing, test_retries_are_bounded_and_the_policy_follows, ("silent", "recompute")),
-    (an_unusable_answer_is_not_a_failure, test_the_budget_holds_for_every_failure, ("answer_refused",)),
-    (nobody_tells_prefill_that_the_client_left, test_a_client_that_leaves_between_attempts, ("transfer",)),
+FOUND_BY: list[tuple[Fault, Callable[..., None], tuple[str, ...]]] = [
+    (load_faults.a_failed_import_needs_no_budget, test_b34_the_budget_holds_for_every_failure, ("transfer",)),
+    (load_faults.the_budget_is_kept_to_the_end, test_a_recompute_takes_from_the_budget_until_its_first_token, ("transfer",)),
+    (load_faults.an_overdue_import_keeps_its_name, test_a_recompute_takes_from_the_budget_until_its_first_token, ("blocked",)),
+    (load_faults.an_overdue_import_is_an_error, test_a_recompute_takes_from_the_budget_until_its_first_token, ("blocked",)),
+    (load_faults.a_retry_counts_for_nothing, test_retries_are_bounded_and_the_policy_follows, ("silent", "recompute")),
+    (load_faults.an_unusable_answer_is_not_a_failure, test_b34_the_budget_holds_for_every_failure, ("answer_refused",)),
+    (load_faults.nobody_tells_prefill_that_the_client_left, test_a_client_that_leaves_between_attempts, ("transfer",)),
 ]
 
 
 @pytest.mark.parametrize(("fault", "test", "arguments"), FOUND_BY, ids=lambda value: getattr(value, "__name__", ""))
-def test_fault_is_found(fault: Callable[[Patch], None], test: Callable[..., None], arguments: tuple[str, ...], pair: MakeRig,
+def test_fault_is_found(fault: Fault, test: Callable[..., None], arguments: tuple[str, ...], pair: MakeRig,
                         release: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {entry[0] for entry in FOUND_BY} == set(load_faults.LOAD_FAULTS)
     fault(monkeypatch)
     monkeypatch.setitem(globals(), "PATIENCE_S", 3.0)
     with pytest.raises((AssertionError, pytest.fail.Exception)):

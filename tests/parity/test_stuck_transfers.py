@@ -37,7 +37,7 @@ def test_a_blocked_transport_call_falls_under_the_policy(
     monkeypatch.setattr(LoopbackTransport, "read", block)
     core = rig.decode.core
     try:
-        rig.put("running", prompt_of(40, 1), 60)
+        rig.put("running", prompt_of(40, 1), TOKENS)
         rig.decode.add("local", prompt_of(50, 2), greedy(60))  # needs no import
         rig.until(lambda: rig.ended("running"))
         answer = rig.answer("running")

@@ -210,6 +210,30 @@ def test_b34_prefill_down_is_bounded(policy: str) -> None:
         assert setup.engine.requests[0].kv_transfer_params is None
 
 
+def test_b34_500_requests_without_prefill_ask_2000_times_and_compute_nothing() -> None:
+    setup = Setup(ApiError(503, "down"), config={"kv_load_failure_policy": "fail", "max_retries": 3,
+                                                 "scheduler": {"max_waiting": 500}})
+
+    async def storm() -> list[Chunk]:
+        async def last(i: int) -> Chunk:
+            call = GenerateCall(request_id=f"d-{i}", token_ids=(5,) * 20, max_tokens=4, timeout_s=60.0)
+            return [chunk async for chunk in setup.service.generate(call)][-1]
+
+        return list(await asyncio.gather(*(last(i) for i in range(500))))
+
+    errors = [chunk.error for chunk in asyncio.run(storm())]
+    assert [error.status for error in errors if error is not None] == [503] * 500
+    assert len(setup.attempts) == 2000 and setup.engine.requests == []
+
+
+def test_b34_no_retry_once_a_token_was_streamed() -> None:
+    setup = Setup("ok", config={"max_retries": 3})
+    setup.engine.final = FinishReason.ERROR
+    chunks = setup.run()
+    assert chunks[0].text == "a" and chunks[-1].error is not None
+    assert len(setup.attempts) == len(setup.engine.requests) == 1 and setup.engine.resumed == []
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_failed_import_is_tried_again_from_the_next_answer(failures: int) -> None:
     setup = Setup("ok", config={"max_retries": 2})
