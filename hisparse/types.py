@@ -367,3 +367,6 @@ class RequestOutput:
     """Set on the last increment."""
     kv_transfer_params: Mapping[str, Any] | None = None
     """Prefill role: where and until when decode can read the prompt's KV. Set on the last increment."""
+    retry_prefill: str | None = None
+    """Decode role, no increment: why the prompt's KV did not come from prefill. Whoever asked prefill asks again and tells
+    the engine by `resume`; the request waits, holding nothing, until then."""

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.imports.engines import Engine, Setup, serve
 from benchmarks.report import Row
+from hisparse.pd.copies import copy_now
 from hisparse.pd.generations import GENERATION_BYTES
-from hisparse.pd.importer import copy_now
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
 from hisparse.pd.transport import Descriptors, Transport
 from hisparse.pd.worker import ImportStream

@@ -38,6 +38,8 @@ class EngineRequest:
     priority: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
     do_remote_decode: bool = False
+    prefill_failed: str | None = None
+    prefill_retries: int = 0
     tenant: str = ""
 
 
@@ -52,6 +54,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         error=second.error,
         stats=second.stats,
         kv_transfer_params=second.kv_transfer_params,
+        retry_prefill=second.retry_prefill,
     )
 
 
@@ -177,7 +180,8 @@ class CoordinatorActor:
             await self._call(lambda core: core.add_request(
                 request.request_id, request.prompt_token_ids, request.sampling, cache_salt=request.cache_salt,
                 priority=request.priority, kv_transfer_params=request.kv_transfer_params,
-                do_remote_decode=request.do_remote_decode,
+                do_remote_decode=request.do_remote_decode, prefill_failed=request.prefill_failed,
+                prefill_retries=request.prefill_retries,
             ))
             added = True
             while not finished:
@@ -202,6 +206,12 @@ class CoordinatorActor:
         if whole is None:
             raise InvariantError(f"request {request.request_id} ended without an output")
         return whole
+
+    async def resume(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None, prefill_failed: str,
+                     retries_left: int) -> None:
+        """See `EngineCore.resume`. Raises EngineDeadError when the engine has failed; its listener hears it, too."""
+        await self._call(lambda core: core.resume(
+            request_id, kv_transfer_params=kv_transfer_params, prefill_failed=prefill_failed, retries_left=retries_left))
 
     async def abort(self, request_id: str) -> None:
         """Stops a request, whoever listens; its listener gets a final output. On a prefill engine it also ends the

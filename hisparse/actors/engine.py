@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +173,12 @@ class EngineActors:
         """See `CoordinatorActor.complete`."""
         output: RequestOutput = await self.front.acall("complete", request, timeout_s=timeout_s)
         return output
+
+    async def resume(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None, prefill_failed: str,
+                     retries_left: int) -> None:
+        """See `CoordinatorActor.resume`."""
+        await self.front.acall("resume", request_id, kv_transfer_params, prefill_failed, retries_left,
+                               timeout_s=CALL_TIMEOUT_S)
 
     async def abort(self, request_id: str) -> None:
         """Stops a request; on a prefill engine also ends its lease. Unknown ids are ignored."""

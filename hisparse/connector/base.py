@@ -29,7 +29,7 @@ class LoadEvents:
             be used, but its pins may go. One entry per closed load, also for one whose end was about to be reported:
             whoever saw the request in `loading()` waits for its end.
         overdue: request id -> reason; the load should have ended long ago and has not drained: its pages may still be
-            written. The request must be closed with an error, whatever the policy; `drained` names it if that ever comes.
+            written. The request id must be closed, whatever becomes of its request; `drained` names it if that ever comes.
     """
 
     loaded: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ from hisparse.connector.hisparse import HiSparseConnectorScheduler
 from hisparse.connector.multi import MultiSchedulerConnector
 from hisparse.connector.offloading import OffloadingScheduler
 from hisparse.engine.detokenizer import Detokenizer
+from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
 from hisparse.engine.request import Request, RequestState
 from hisparse.engine.residency import NUM_PENDING, EndedLog, ResidencySample, group_facts, sample_request
 from hisparse.engine.scheduler import Scheduler
@@ -140,8 +141,12 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.cache, offload=self.offload,
                                    remote_prefill=pd if role == "decode" else None, clock=clock)
         self.requests: dict[str, Request] = {}
+        """By `Request.request_id`."""
+        self.load_failures = LoadFailurePolicy(config.pd)
+        self._renamed: dict[str, str] = {}  # name -> request id, of requests that had to leave theirs behind
         self._detokenizers: dict[str, Detokenizer] = {}
         self._arrivals = itertools.count()
+        self._numbers = itertools.count(1)
         self._step = 0
         self._outputs: list[RequestOutput] = []
         self._leases: dict[str, Request] = {}
@@ -156,11 +161,19 @@ class EngineCore:
     # ------------------------------------------------------------------------------------------- requests
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
                     cache_salt: str | None = None, priority: int = 0,
-                    kv_transfer_params: Mapping[str, Any] | None = None, do_remote_decode: bool = False) -> None:
+                    kv_transfer_params: Mapping[str, Any] | None = None, do_remote_decode: bool = False,
+                    prefill_failed: str | None = None, prefill_retries: int = 0) -> None:
         """Queues a request; its outputs come from `step()`.
 
+        Args:
+            kv_transfer_params: prefill's answer. prefill_failed: why there is none although prefill was asked: the prompt may
+                be computed here, if `pd.kv_load_failure_policy` and the budget allow it.
+            prefill_retries: times that the caller will ask prefill again, should the import fail. Each time an output has
+                `retry_prefill`, and the caller answers with `resume`; without retries the policy decides at once.
+
         Raises:
-            RequestError: empty or too long prompt, impossible limits, full queue, bad transfer parameters.
+            RequestError: empty or too long prompt, impossible limits, full queue; 503: the prompt's KV did not come from
+                prefill and is not to be computed here.
             EngineDeadError: the engine has failed.
         """
         if self._dead:
@@ -176,32 +189,59 @@ class EngineCore:
                 self.pd.reject_remote(kv_transfer_params, str(error))
             raise
         request = Request(
-            request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
+            request_id=request_id, name=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
             sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(), priority=priority, cache_salt=cache_salt,
             do_remote_decode=do_remote_decode,
-            remote=kv_transfer_params is not None,
+            remote=kv_transfer_params is not None or prefill_failed is not None, retries_left=prefill_retries,
         )
-        if kv_transfer_params is not None:
-            try:
-                if self.pd is None:
-                    raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
-                self.pd.add_remote(request_id, kv_transfer_params, num_prompt_tokens=len(prompt_token_ids),
-                                   digest_of=lambda tokens: self._digest(request, tokens))
-            except (ProtocolError, TransferError) as error:
-                if self.config.pd.kv_load_failure_policy == "fail":
-                    self.cache.close(request_id)
-                    raise RequestError(f"prefill's answer is unusable: {error}", status=503) from error
-                request.import_failures += 1
-                self._import_failures += 1
+        problem = prefill_failed if kv_transfer_params is None else self._take_answer(request, kv_transfer_params)
+        recovery = None if problem is None else self._decide(request)
+        if recovery is Recovery.REFUSE:
+            self.cache.close(request_id)
+            raise RequestError(f"{problem}; {self.load_failures.refusal()}", status=503)
         self.requests[request_id] = request
         if self.tokenizer is not None:
             self._detokenizers[request_id] = Detokenizer(
                 self.tokenizer, stop=sampling.stop, prompt_ids=prompt_token_ids)
-        self.scheduler.add(request)
+        if recovery is None or problem is None:
+            self.scheduler.add(request)
+        else:
+            self._recover(request, recovery, problem)
+
+    def resume(self, request_id: str, *, kv_transfer_params: Mapping[str, Any] | None = None,
+               prefill_failed: str = "prefill did not answer", retries_left: int = 0) -> None:
+        """Prefill was asked again for a request that had an output with `retry_prefill`.
+
+        A request that is gone meanwhile is ignored, and prefill is told that its answer will not be read.
+        Args: as of `add_request`.
+        """
+        request = self.requests.get(self._renamed.get(request_id, request_id))
+        if request is None or request.state is not RequestState.RETRYING:
+            if kv_transfer_params is not None and self.pd is not None:
+                self.pd.reject_remote(kv_transfer_params, "the request is gone")
+            return
+        request.retries_left = retries_left
+        problem = prefill_failed if kv_transfer_params is None else self._take_answer(request, kv_transfer_params)
+        if problem is None:
+            self.scheduler.add(request)
+        else:
+            self._recover(request, self._decide(request), problem)
+
+    def _take_answer(self, request: Request, kv_transfer_params: Mapping[str, Any]) -> str | None:
+        """Offers prefill's answer to the scheduler. Why it cannot be used, or None."""
+        try:
+            if self.pd is None:
+                raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
+            self.pd.add_remote(request.request_id, kv_transfer_params, num_prompt_tokens=request.num_prompt_tokens,
+                               digest_of=lambda tokens: self._digest(request, tokens))
+        except (ProtocolError, TransferError) as error:
+            self._count_failure(request)
+            return f"prefill's answer is unusable: {error}"
+        return None
 
     def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         limit, vocab = self.config.model.max_model_len, self.layout.shape.vocab_size
-        if request_id in self.requests:
+        if request_id in self.requests or request_id in self._renamed:
             raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
         if not prompt:
             raise RequestError("the prompt is empty; send at least one token", field="prompt")
@@ -220,7 +260,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Stops a request wherever it stands; its blocks return once every copy has drained. Unknown ids are ignored."""
-        request = self.requests.get(request_id)
+        request = self.requests.get(self._renamed.get(request_id, request_id))
         if request is None:
             return
         if request.state is RequestState.HELD:
@@ -322,6 +362,8 @@ class EngineCore:
         request.token_ids.append(token.token_id)
         request.new_tokens.append(token)
         self._generated += 1
+        if request.recomputes:
+            self.load_failures.end(request.name)
         self.cache.extend(request.request_id, [token.token_id])
         if request.do_remote_decode:
             self._hold(request)
@@ -332,7 +374,7 @@ class EngineCore:
         if token.token_id in sampling.stop_token_ids or (token.token_id in eos and not sampling.ignore_eos):
             reason = FinishReason.STOP
         text = ""
-        detokenizer = self._detokenizers.get(request.request_id)
+        detokenizer = self._detokenizers.get(request.name)
         if detokenizer is not None and reason is None:
             text = detokenizer.push([token.token_id])
             if detokenizer.stopped is not None:
@@ -354,17 +396,60 @@ class EngineCore:
             self.cache.finish_load(request_id, failed=True)
         for request_id, reason in events.overdue.items():
             request = self.requests.get(request_id)
-            if request is not None:  # no recompute: the blocks it would need are the ones in quarantine
-                self._import_failures += 1
-                self._close(request, FinishReason.ERROR, error=f"the prompt's KV from prefill did not arrive: {reason}")
+            if request is not None:
+                self._leave_quarantined(request)
+                self._import_failed(request, f"the prompt's KV from prefill did not arrive: {reason}")
         self.scheduler.loaded(events.loaded)
         for request_id, reason in events.failed.items():
             request = self.scheduler.load_failed(request_id)
             if request is None or not request.importing:  # the own store's load: computing it again is no news
                 continue
-            self._import_failures += 1
-            if self.config.pd.kv_load_failure_policy == "fail":
-                self._close(request, FinishReason.ERROR, error=f"the prompt's KV from prefill could not be loaded: {reason}")
+            self._import_failed(request, f"the prompt's KV from prefill could not be loaded: {reason}")
+
+    # ------------------------------------------------------------------------------------------- imports that failed
+    def _import_failed(self, request: Request, problem: str) -> None:
+        """It holds nothing any more."""
+        self._count_failure(request)
+        request.landing, request.imported_tokens = None, 0
+        self._recover(request, self._decide(request), problem)
+
+    def _count_failure(self, request: Request) -> None:
+        request.import_failures += 1
+        self._import_failures += 1
+
+    def _decide(self, request: Request) -> Recovery:
+        """What is here already need not be computed, and does not count against the budget."""
+        tokens = max(request.num_prompt_tokens - self.cache.prefix(request.request_id).tokens, 1)
+        return self.load_failures.decide(request.name, tokens=tokens, retries_left=request.retries_left)
+
+    def _recover(self, request: Request, recovery: Recovery, problem: str) -> None:
+        """Does what the policy decided for a request that holds nothing."""
+        if recovery is Recovery.RETRY:
+            self.scheduler.remove(request)
+            request.state = RequestState.RETRYING
+            self._outputs.append(RequestOutput(request_id=request.name, retry_prefill=problem))
+        elif recovery is Recovery.RECOMPUTE:
+            request.recomputes = True
+            if request not in self.scheduler.waiting:
+                self.scheduler.add(request)
+        else:
+            self._close(request, FinishReason.ERROR, error=f"{problem}; {self.load_failures.refusal()}")
+
+    def _leave_quarantined(self, request: Request) -> None:
+        """Its import may still write to its pages, nobody knows for how long. They stay with its id, which drains when the
+        ranks have said so; the request goes on under another one."""
+        left = request.request_id
+        self.connectors.request_closed(left)
+        self.scheduler.remove(request)
+        self.cache.close(left)
+        del self.requests[left]
+        numbered = (f"{request.name}~{i}" for i in self._numbers)  # the ranks may still know every earlier one
+        request.request_id = next(new for new in numbered if new not in self.requests)
+        request.computed, request.seat = 0, -1
+        self.cache.open(request.request_id, request.token_ids, extra_keys=ExtraKeys(cache_salt=request.cache_salt),
+                        max_tokens=request.sampling.max_tokens)
+        self.requests[request.request_id] = request
+        self._renamed[request.name] = request.request_id
 
     def _hold(self, request: Request) -> None:
         """Prefill role: the prompt is done; lease its pages instead of freeing them."""
@@ -395,7 +480,7 @@ class EngineCore:
               params: Mapping[str, Any] | None = None) -> None:
         new, request.new_tokens = request.new_tokens, []
         self._outputs.append(RequestOutput(
-            request_id=request.request_id, new_token_ids=tuple(token.token_id for token in new), new_text=text,
+            request_id=request.name, new_token_ids=tuple(token.token_id for token in new), new_text=text,
             logprobs=tuple(new) if request.sampling.logprobs is not None else (), finish_reason=finish,
             error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
         ))
@@ -412,7 +497,9 @@ class EngineCore:
     def _forget(self, request: Request, reason: str) -> None:
         self._ended.add(request, reason)
         self.requests.pop(request.request_id, None)
-        self._detokenizers.pop(request.request_id, None)
+        self._renamed.pop(request.name, None)
+        self._detokenizers.pop(request.name, None)
+        self.load_failures.end(request.name)
         self._finished += 1
 
     def _die(self, why: str) -> None:

@@ -13,6 +13,8 @@ class RequestState(enum.Enum):
 
     WAITING = "waiting"
     """No blocks: new, preempted, or sent back after a failed load."""
+    RETRYING = "retrying"
+    """No blocks: its import failed, and prefill is being asked again."""
     LOADING = "loading"
     """Holds its blocks; an import or an indexer load is under way on the workers."""
     RUNNING = "running"
@@ -26,6 +28,9 @@ class Request:
     """Mutable; the scheduler is its only writer, except `text_*` (the engine core)."""
 
     request_id: str
+    """Names it towards cache, connectors and ranks. It changes when an import cannot be ended: see `EngineCore`."""
+    name: str
+    """What its client calls it."""
     token_ids: list[int]
     """Prompt, then every accepted output token."""
     num_prompt_tokens: int
@@ -40,7 +45,11 @@ class Request:
     cache_salt: str | None = None
     do_remote_decode: bool = False
     remote: bool = False
-    """Its prompt KV was computed by a prefill engine."""
+    """Prefill was asked for its prompt's KV."""
+    retries_left: int = 0
+    """Times that prefill can still be asked."""
+    recomputes: bool = False
+    """Its prompt is computed here because prefill or an import failed."""
     state: RequestState = RequestState.WAITING
     computed: int = 0
     """Tokens whose KV is in the cache."""

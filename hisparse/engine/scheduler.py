@@ -28,7 +28,7 @@ class SchedulerCounters:
     host_landings: int = 0
     indexer_loads: int = 0
     local_prefill_tokens: int = 0
-    """Prompt tokens computed here although a prefill engine was asked first (failed imports)."""
+    """Prompt tokens computed here although a prefill engine was asked first."""
 
 
 class Scheduler:
@@ -223,9 +223,6 @@ class Scheduler:
         self.cache.finish_load(request_id, failed=True)
         self.cache.preempt(request_id)
         request.computed, request.seat = 0, -1
-        if request.importing:
-            request.import_failures += 1
-            request.landing, request.imported_tokens = None, 0
         self.add(request)
         return request
 
@@ -233,7 +230,7 @@ class Scheduler:
     def _chunk(self, request: Request, tokens: int, plain: bool) -> ScheduledChunk:
         first = len(request.token_ids) - 1 if request.replays else request.computed
         last = first + tokens
-        if request.remote and request.import_failures and first < request.num_prompt_tokens:
+        if request.recomputes and first < request.num_prompt_tokens:
             self.counters.local_prefill_tokens += min(last, request.num_prompt_tokens) - first
         return ScheduledChunk(
             request_id=request.request_id, seat=request.seat, first_position=first,

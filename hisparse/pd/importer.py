@@ -11,27 +11,24 @@ other imports too. Until then its pages and slots stay in quarantine.
 
 from __future__ import annotations
 
-import enum
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
-from hisparse.pd.descriptors import ReadPlanner, mirrored, split
-from hisparse.pd.endpoint import RankEndpoint
-from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
-from hisparse.pd.memory import LocalMemory, device_index
-from hisparse.pd.pages import Ids
+from hisparse.pd.copies import CopyEvent, copy_now
+from hisparse.pd.descriptors import mirrored, split
+from hisparse.pd.generations import GENERATION_BYTES, first_difference, generation_reads, plan_check
+from hisparse.pd.memory import LocalMemory
 from hisparse.pd.peers import PeerTable
-from hisparse.pd.repaging import ReadPlanners, RepagingPlanner
+from hisparse.pd.repaging import ReadPlanners
+from hisparse.pd.running_import import Phase, Read, RunningImport
 from hisparse.pd.scatter import make_scatter
-from hisparse.pd.staging import SlotPool
+from hisparse.pd.staging_pools import StagingPools
 from hisparse.pd.transport import Descriptors, PeerLost, Transport
 from hisparse.types import Landing
 
@@ -39,60 +36,6 @@ BRIDGE_BYTES = 1 << 19
 """Padding between two pages that is read with them on CUDA: a descriptor costs 8 us, in which a link moves more than that."""
 DIRECT_READS, MAX_READ_BYTES_CUDA = 4, 256 << 20
 """READs without a staging slot that one import has posted at a time; between GPUs one of 256 MB takes a millisecond."""
-
-
-class CopyEvent(Protocol):
-    """Of a copy that was handed to a copy engine."""
-
-    def done(self) -> bool: ...
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-
-def copy_now(copy: Callable[[], None]) -> CopyEvent:
-    """The CPU copy engine: the copy is over when this returns."""
-    copy()
-    return _Done()
-
-
-class _Phase(enum.Enum):
-    DATA = "data"
-    VERIFY = "verify"
-    MIRROR = "mirror"
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """A piece that is planned, then posted, then (staged) copied."""
-
-    descriptors: Descriptors | None = None  # None: staged or generations, made when it has a slot
-    pages: Ids | None = None  # staged
-    runs: list[GenerationRun] | None = None  # generations
-    pool: SlotPool | None = None
-    slot: int = -1
-    handle: Any = None
-    event: CopyEvent | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Import:
-    plan: ImportPlan
-    source: RankEndpoint
-    reads: ReadPlanner | RepagingPlanner | None
-    started_at_s: float
-    deadline_s: float
-    rows_of: Ids  # pages whose rows this rank reads
-    waiting: deque[_Read] = field(default_factory=deque)
-    posted: list[_Read] = field(default_factory=list)
-    copying: list[_Read] = field(default_factory=list)
-    phase: _Phase = _Phase.DATA
-    ready: bool = False  # its pages may be written
-    failure: ImportFailure | None = None
-    reason: str = ""
-    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -127,25 +70,17 @@ class Importer:
         self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
         self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
-        slot_bytes = slot_pages * self._layout.staged_page_bytes
-        device = torch.device("cuda", device_index(memory.cache.device)) if memory.on_cuda else None
-        self.staging = SlotPool(staging_slots, slot_bytes, device=device)
-        self.device_staging = SlotPool(staging_slots, slot_bytes, device=device, on_device=True) if memory.on_cuda else None
-        self.generation_slots = SlotPool(max(2, staging_slots), GENERATION_BYTES)
-        self._pools = [pool for pool in (self.staging, self.device_staging, self.generation_slots) if pool is not None]
-        slabs = [(pool.address, pool.num_bytes) for pool in (self.staging, self.generation_slots)]
-        device_slabs = [*memory.device_slabs]
-        if self.device_staging is not None and device is not None:
-            device_slabs.append((self.device_staging.address, self.device_staging.num_bytes, device.index))
-        for address, num_bytes in slabs:
+        self._slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
+        self.staging, self.device_staging, self.generation_slots = slots.cpu, slots.gpu, slots.generations
+        for address, num_bytes in slots.slabs:
             transport.register(address, num_bytes)
-        for address, num_bytes, gpu in device_slabs:
+        for address, num_bytes, gpu in (*memory.device_slabs, *slots.device_slabs):
             transport.register(address, num_bytes, gpu)
         self.peers = PeerTable(transport, clock)
         self._scatter = make_scatter(memory, slot_pages)
         self._planners = ReadPlanners(self._layout, memory.regions,
                                       bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
-        self._jobs: dict[int, _Import] = {}
+        self._jobs: dict[int, RunningImport] = {}
         self._lost: dict[str, _Lost] = {}
         self._acks: list[ImportAck] = []
 
@@ -164,7 +99,7 @@ class Importer:
         to_host = plan.landing is Landing.HOST
         rows_of = pages if not to_host or self._writer else pages[mirrored(plan.destination)]
         source = plan.sources[self._rank]
-        job = _Import(plan=plan, source=source, reads=None, started_at_s=now, deadline_s=now + plan.deadline_s,
+        job = RunningImport(plan=plan, source=source, reads=None, started_at_s=now, deadline_s=now + plan.deadline_s,
                       rows_of=rows_of)
         self._jobs[plan.job_id] = job
         try:
@@ -185,13 +120,13 @@ class Importer:
             pages = rows_of[gpu == from_gpu]
             if not pages.size:
                 continue
-            if self._staged(to_host, from_gpu):
+            if self._slots.used(to_host=to_host, from_gpu=from_gpu):
                 staged += planner.slot_chunks(pages, self._slot_pages)
             else:
                 direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
         for descriptors in direct:
-            job.waiting.extend(_Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
-        job.waiting.extend(_Read(pages=chunk) for chunk in staged)  # last: see _post
+            job.waiting.extend(Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
+        job.waiting.extend(Read(pages=chunk) for chunk in staged)  # last: see _post
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -222,15 +157,9 @@ class Importer:
 
     def check(self) -> None:
         """Slots held are those of running imports."""
-        for pool in self._pools:
-            pool.check()
-        held = sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying))
-        free = sum(pool.num_free for pool in self._pools)
-        total = sum(pool.memory.shape[0] for pool in self._pools)
-        if held + free != total:
-            raise InvariantError(f"{held} slots held by imports and {free} free of {total}")
+        self._slots.check(sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying)))
 
-    def _advance(self, job: _Import) -> bool:
+    def _advance(self, job: RunningImport) -> bool:
         now = self._clock()
         moved = self._poll_reads(job)
         moved |= self._poll_copies(job)
@@ -243,15 +172,15 @@ class Importer:
             self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
         if job.posted or job.copying or job.waiting:
             return moved
-        if job.failure is None and job.phase is _Phase.DATA:
+        if job.failure is None and job.phase is Phase.DATA:
             self._start_verify(job)
             return True
-        if job.failure is None and job.phase is _Phase.VERIFY and self._start_mirrors(job):
+        if job.failure is None and job.phase is Phase.VERIFY and self._start_mirrors(job):
             return True
         self._finish(job, now)
         return True
 
-    def _poll_reads(self, job: _Import) -> bool:
+    def _poll_reads(self, job: RunningImport) -> bool:
         moved = False
         for read in list(job.posted):
             if read.handle is None:
@@ -279,7 +208,7 @@ class Importer:
             self._free_slot(read)
         return moved
 
-    def _start_copy(self, job: _Import, read: _Read) -> None:
+    def _start_copy(self, job: RunningImport, read: Read) -> None:
         pages, pool, slot, planner = read.pages, read.pool, read.slot, job.reads
         assert pages is not None and pool is not None and planner is not None
         layered = not planner.is_resident(int(pages[0]))
@@ -288,33 +217,18 @@ class Importer:
             lambda: self._scatter.from_slot(job.plan, pages, pool, slot, layered=layered, to_host=to_host))
         job.copying.append(read)
 
-    def _staged(self, to_host: bool, from_gpu: bool) -> bool:
-        """Pages that the peer holds resident (or not) pass through a slot. The peer's kind of memory is taken for ours."""
-        if not self._memory.on_cuda:
-            return to_host and not self._direct
-        if from_gpu:
-            return to_host
-        return not (to_host and self._direct)
-
-    def _pool_of(self, read: _Read, planner: ReadPlanner | RepagingPlanner) -> SlotPool:
-        if read.pages is None:
-            return self.generation_slots
-        if self.device_staging is not None and planner.is_resident(int(read.pages[0])):
-            return self.device_staging
-        return self.staging
-
-    def _poll_copies(self, job: _Import) -> bool:
+    def _poll_copies(self, job: RunningImport) -> bool:
         done = [read for read in job.copying if read.event is not None and read.event.done()]
         for read in done:
             job.copying.remove(read)
             self._free_slot(read)
         return bool(done)
 
-    def _post(self, job: _Import) -> bool:
+    def _post(self, job: RunningImport) -> bool:
         moved, agent, planner = False, job.source.agent, job.reads
         assert planner is not None
         direct = sum(read.slot < 0 for read in job.posted)
-        stuck: list[_Read] = []
+        stuck: list[Read] = []
         while job.waiting and job.failure is None:
             read = job.waiting.popleft()
             if read.descriptors is not None:
@@ -324,7 +238,8 @@ class Importer:
                 direct += 1
                 descriptors = read.descriptors
             else:
-                pool = self._pool_of(read, planner)
+                pool = (self._slots.generations if read.pages is None
+                        else self._slots.of(from_gpu=planner.is_resident(int(read.pages[0]))))
                 slot = pool.acquire(agent)
                 if slot is None:
                     job.waiting.appendleft(read)
@@ -350,41 +265,41 @@ class Importer:
         return moved
 
     # ---- generations
-    def _start_verify(self, job: _Import) -> None:
-        job.phase = _Phase.VERIFY
+    def _start_verify(self, job: RunningImport) -> None:
+        job.phase = Phase.VERIFY
         batches = plan_check(job.plan, job.source, job.plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-        job.waiting.extend(_Read(runs=batch) for batch in batches)
+        job.waiting.extend(Read(runs=batch) for batch in batches)
 
-    def _generation_reads(self, read: _Read) -> Descriptors:
+    def _generation_reads(self, read: Read) -> Descriptors:
         assert read.runs is not None
         # No page has generation 0: a READ that moves nothing must not find an earlier answer in the slot.
         self.generation_slots.memory[read.slot] = 0
         return generation_reads(read.runs, self.generation_slots.slot_address(read.slot))
 
-    def _compare(self, job: _Import, read: _Read) -> None:
+    def _compare(self, job: RunningImport, read: Read) -> None:
         assert read.runs is not None
         difference = first_difference(read.runs, self.generation_slots.memory[read.slot])
         if difference:
             self._fail(job, ImportFailure.GENERATION, difference)
 
-    def _start_mirrors(self, job: _Import) -> bool:
+    def _start_mirrors(self, job: RunningImport) -> bool:
         """Pages that were staged have their mirrors. False = there are none to fill."""
-        job.phase = _Phase.MIRROR
+        job.phase = Phase.MIRROR
         plan = job.plan
         if not (self._direct and self._writer and plan.landing is Landing.HOST and mirrored(plan.destination).any()):
             return False
-        job.copying.append(_Read(event=self._copy(lambda: self._scatter.mirror_from_host(plan))))
+        job.copying.append(Read(event=self._copy(lambda: self._scatter.mirror_from_host(plan))))
         return True
 
     # ---- ends
-    def _finish(self, job: _Import, now: float) -> None:
+    def _finish(self, job: RunningImport, now: float) -> None:
         if job.failure is None and job.plan.landing is Landing.HOST and self._writer:
             self._scatter.set_row_masks(job.plan)
         del self._jobs[job.plan.job_id]
         self._acks.append(ImportAck(job_id=job.plan.job_id, failure=job.failure, reason=job.reason,
                                     num_bytes=job.num_bytes, seconds=now - job.started_at_s))
 
-    def _fail(self, job: _Import, failure: ImportFailure, reason: str) -> None:
+    def _fail(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         job.waiting.clear()
         if job.failure is None:
             job.failure, job.reason = failure, reason
@@ -407,7 +322,7 @@ class Importer:
                 self._abort(job, ImportFailure.TRANSFER, f"the endpoint was closed: {lost.why}")
         return True
 
-    def _abort(self, job: _Import, failure: ImportFailure, reason: str) -> None:
+    def _abort(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""
         self._fail(job, failure, reason)
         if job.posted and self._memory.on_cuda:  # closing does not stop copies between GPUs that the device has begun
@@ -416,7 +331,7 @@ class Importer:
             self._free_slot(read)
         job.posted.clear()
 
-    def _free_slot(self, read: _Read) -> None:
+    def _free_slot(self, read: Read) -> None:
         if read.slot >= 0 and read.pool is not None:
             read.pool.release(read.slot)
             read.slot = -1

@@ -8,7 +8,6 @@ No bytes, no transport here: work leaves through `build_metadata`, outcomes come
 from __future__ import annotations
 
 import enum
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from hisparse.errors import ConfigError, InvariantError, ProtocolError
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportFailure, ImportPlan, OutgoingNotice, PDCommand, PDOutput
 from hisparse.pd.endpoint import RankEndpoint, check_regions
+from hisparse.pd.grants import Grants
 from hisparse.pd.held import HeldLeases
 from hisparse.pd.import_jobs import ImportJob, ImportJobs
 from hisparse.pd.incarnations import Incarnations
@@ -29,15 +29,13 @@ from hisparse.pd.leases import LeaseTable
 from hisparse.pd.pages import table_of
 from hisparse.pd.paging import Fingerprint, PeerLayouts, source_pages
 from hisparse.pd.planner import LandingPlanner
-from hisparse.pd.protocol import RemoteKV, decode_header, decode_notice, decode_params, encode_params
+from hisparse.pd.protocol import RemoteKV, decode_header, decode_params
 from hisparse.pd.stats import PDStats
 from hisparse.pd.watch import TransferWatch
 from hisparse.types import ImportTarget, Landing, RequestPages
 
 MAX_ENGINE_ID_CHARS = 200
 """Agent names add incarnation and rank, and are bounded on the wire."""
-
-_log = logging.getLogger(__name__)
 
 
 class _RemoteState(enum.Enum):
@@ -72,9 +70,9 @@ class PDConnectorScheduler:
         self._layout, self._config, self._num_ranks = layout, config, num_ranks
         self.engine_id, self.incarnation = engine_id, incarnation
         self._fingerprint, self._layouts = fingerprint, PeerLayouts(layout, same_pages=same_pages)
-        self._endpoints: tuple[RankEndpoint, ...] = ()
         self._leases = LeaseTable(clock)
-        self._next_lease = 1
+        self._grants = Grants(layout, self._leases, engine_id=engine_id, lease_s=config.lease_s,
+                              fingerprint=fingerprint(layout))
         self._planner = LandingPlanner()
         self._held = HeldLeases(clock)
         self._remotes: dict[str, _Remote] = {}
@@ -84,7 +82,7 @@ class PDConnectorScheduler:
         self._failed: dict[str, str] = {}
         self._drained: list[str] = []
         self._failures: Counter[str] = Counter()
-        self._ok = self._bytes = self._bad_notices = 0
+        self._ok = self._bytes = 0
         self._watch = TransferWatch()
         self._landings = LandingLog()
         self._seconds = 0.0
@@ -101,7 +99,7 @@ class PDConnectorScheduler:
                                 f"{[endpoint.rank for endpoint in endpoints]}")
         for endpoint in endpoints:
             check_regions(endpoint, self._layout)
-        self._endpoints = tuple(endpoints)
+        self._grants.endpoints = tuple(endpoints)
 
     def workers_restarted(self, incarnation: int, endpoints: Sequence[RankEndpoint]) -> None:
         """All ranks were replaced: leases end, imports that were not reported yet fail at the next update (also those of
@@ -120,29 +118,9 @@ class PDConnectorScheduler:
     # ---- prefill role (RemoteDecode)
     def grant(self, request_id: str, pages: RequestPages, generations: PageGenerations, *,
               prompt_digest: str) -> Mapping[str, Any]:
-        """Leases the pages (first_page must be 0) of the prompt named and returns `kv_transfer_params`: JSON types only.
-
-        An empty page list gives parameters that decode refuses, and the request is in take_expired() at once.
-        """
-        if not self._endpoints:
-            raise InvariantError("grant before set_endpoints: peers could not reach the pages")
-        if pages.first_page != 0:
-            raise InvariantError(f"request {request_id}: only whole prompts can be leased, got pages from {pages.first_page}")
-        empty = pages.num_pages == 0 or pages.num_tokens == 0
-        if not empty and pages.num_pages != self._layout.pages(pages.num_tokens):
-            raise InvariantError(f"request {request_id}: {pages.num_pages} pages for {pages.num_tokens} tokens, expected "
-                                 f"{self._layout.pages(pages.num_tokens)}")
-        lease_id, self._next_lease = f"{self.incarnation:016x}-{self._next_lease}", self._next_lease + 1
-        if empty:
-            self._leases.end_unopened(request_id)
-        else:
-            self._leases.open(lease_id, request_id, self._config.lease_s)
-        return encode_params(
-            layout=self._layout, fingerprint=self._fingerprint(self._layout), engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            lease_id=lease_id, lease_s=self._config.lease_s, num_tokens=0 if empty else pages.num_tokens,
-            prompt_digest=prompt_digest,
-            endpoints=self._endpoints, table=table_of(pages, generations))
+        """See Grants.grant."""
+        return self._grants.grant(request_id, pages, generations, prompt_digest=prompt_digest,
+                                  incarnation=self.incarnation)
 
     def release_request(self, request_id: str) -> None:
         """The client of this prefill request is gone: end its lease now, or as soon as it is granted."""
@@ -280,7 +258,7 @@ class PDConnectorScheduler:
                 self._jobs.late_acks += len(output.acks)
                 continue
             for payload in output.notices:
-                self._take_notice(payload)
+                self._grants.hear(payload)
             for ack in output.acks:
                 job = self._jobs.take_ack(output.rank, ack)
                 if job is not None:
@@ -337,7 +315,7 @@ class PDConnectorScheduler:
             imports_ok=self._ok, imports_failed=dict(self._failures),
             landings={landing.value: count for landing, count in self._planner.counts.items()},
             import_bytes=self._bytes, import_seconds=self._seconds, late_acks_ignored=self._jobs.late_acks,
-            bad_notices=self._bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
+            bad_notices=self._grants.bad_notices, imports_overdue=self._watch.overdue, stuck=dict(self._watch.stuck),
             peers=self._watch.peers(), staging_slots=slots, staging_slots_free=free)
 
     def landing_log(self) -> list[dict[str, Any]]:
@@ -354,18 +332,6 @@ class PDConnectorScheduler:
                 self._watch.overdue += 1
                 overdue[job.request_id] = f"rank {output.rank} could not end the import: {why}; its pages stay in quarantine"
         return overdue
-
-    def _take_notice(self, payload: bytes) -> None:
-        try:
-            notice = decode_notice(payload)
-        except ProtocolError as error:
-            self._bad_notices += 1
-            _log.warning("a peer's notice was ignored: %s", error)
-            return
-        if notice.kind == "release":
-            self._leases.release(notice.lease_id)
-        else:
-            self._leases.renew(notice.lease_id)
 
     def _end_job(self, job: ImportJob, loaded: set[str], failed: dict[str, str], drained: list[str]) -> None:
         """Every rank is done with the job (or gone)."""

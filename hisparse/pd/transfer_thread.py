@@ -21,6 +21,7 @@ from hisparse.pd.endpoint import RankEndpoint, agent_name
 from hisparse.pd.importer import Importer
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.metered import MeteredTransport
+from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.transport import Transport
 
 BUSY_POLL_S = 0.0001
@@ -59,7 +60,7 @@ class TransferThread:
         self.report = TransferReport()
         self._metered: MeteredTransport | None = None
         self._beat_s = time.monotonic()  # of the last round; the thread writes it
-        self._late_at_s: dict[int, float] = {}  # import without acknowledgement -> when that is late; the step's thread
+        self._deadlines = ImportDeadlines(self._quarantine_s)  # the step's thread
         self._last_notice_s = float("-inf")
         self._thread = threading.Thread(target=self._run, name=f"hisparse-pd-{rank}", daemon=True)
         self._thread.start()
@@ -76,9 +77,8 @@ class TransferThread:
         self.raise_error()
         if not self._thread.is_alive():
             raise InvariantError(f"the transfer thread of rank {self._rank} has ended")
-        now = time.monotonic()
-        for plan in command.imports:  # at its deadline it fails, a drain later its endpoint is closed
-            self._late_at_s[plan.job_id] = now + plan.deadline_s + self._quarantine_s
+        for plan in command.imports:
+            self._deadlines.begin(plan)
         self._commands.put(command)
 
     def raise_error(self) -> None:
@@ -90,7 +90,7 @@ class TransferThread:
         """Acknowledgements and notices since the last call."""
         acks = _drain(self._acks)
         for ack in acks:
-            self._late_at_s.pop(ack.job_id, None)
+            self._deadlines.end(ack.job_id)
         return acks, _drain(self._notices)
 
     def overdue(self) -> dict[int, str]:
@@ -98,8 +98,7 @@ class TransferThread:
 
         Their acknowledgement may still come. Call after `take`.
         """
-        now = time.monotonic()
-        late = [job_id for job_id, late_at_s in self._late_at_s.items() if now >= late_at_s]
+        late = self._deadlines.late()
         why = (self._doing() if late else "") or "the transport cannot close the endpoint"
         return dict.fromkeys(late, why)
 

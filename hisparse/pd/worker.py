@@ -13,8 +13,9 @@ import torch
 from hisparse.config import PDConfig
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import PDCommand, PDOutput
+from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import RankEndpoint
-from hisparse.pd.importer import CopyEvent, Importer
+from hisparse.pd.importer import Importer
 from hisparse.pd.memory import DeviceSlab, HostSlab, LocalMemory, device_index
 from hisparse.pd.transfer_thread import TransferThread
 from hisparse.pd.transport import Transport

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from hisparse.actors.coordinator import EngineRequest
@@ -32,24 +32,23 @@ class DecodeEngine(Protocol):
     """What the replica uses of `EngineActors`."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
+    async def resume(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None, prefill_failed: str,
+                     retries_left: int) -> None: ...
     async def abort(self, request_id: str) -> None: ...
 
 
-class LocalPrefillBudget:
-    """Prompt tokens being recomputed here because prefill failed: a dead prefill pool must not drown decode."""
+@dataclass(slots=True)
+class _Asked:
+    """What prefill said to one request until now. `failed`: why there is no answer to read."""
 
-    def __init__(self, limit_tokens: int) -> None:
-        self._limit, self._used = limit_tokens, 0
+    answer: PrefillAnswer | None = None
+    attempts: int = 0
+    failed: str | None = None
+    retries_left: int = 0
 
-    def take(self, tokens: int) -> bool:
-        """False = no room now. One request alone may exceed the limit."""
-        if self._limit == 0 or (self._used and self._used + tokens > self._limit):
-            return False
-        self._used += tokens
-        return True
-
-    def give_back(self, tokens: int) -> None:
-        self._used -= tokens
+    @property
+    def params(self) -> Mapping[str, Any] | None:
+        return self.answer.kv_transfer_params if self.answer is not None and self.failed is None else None
 
 
 class DecodeService:
@@ -66,7 +65,6 @@ class DecodeService:
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._feed = feed or RequestFeed(NullSink(), model="", role="", engine="")
         self._open = 0
-        self._local = LocalPrefillBudget(config.pd.local_prefill_tokens)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
@@ -131,55 +129,54 @@ class DecodeService:
         return wanted
 
     async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer) -> AsyncIterator[Chunk]:
-        answer: PrefillAnswer | None = None
-        local_tokens = 0
+        asked = _Asked()
         finished = False
         facts: dict[str, Any] = {"prefill": "local", "prefill_attempts": 0}
         try:
             if self._prefill is not None:
-                answer, attempts = await self._prefill.prefill(
-                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline,
-                    tenant=request.tenant)
+                await self._ask(asked, request, deadline)
                 timer.prefilled()
-                facts["prefill_attempts"] = attempts
-                if answer.error is not None:
-                    if time.monotonic() >= deadline:
-                        raise answer.error
-                    local_tokens = self._fall_back(answer.error, attempts, len(request.prompt_token_ids))
-                else:
-                    facts["prefill"] = "remote"
-                    request = replace(request, kv_transfer_params=answer.kv_transfer_params)
+                request = replace(request, kv_transfer_params=asked.params, prefill_failed=asked.failed,
+                                  prefill_retries=asked.retries_left)
             outputs = self._engine.generate(request)
             while not finished:
                 output = await _before(anext(outputs), deadline)
+                if output.retry_prefill is not None:
+                    logger.info("import of %s, attempt %d: %s", request.request_id, asked.attempts, output.retry_prefill)
+                    await self._ask(asked, request, deadline)
+                    await self._engine.resume(request.request_id, asked.params, asked.failed or "", asked.retries_left)
+                    continue
                 timer.tokens(len(output.new_token_ids))
                 if output.stats is not None:
                     timer.stats(output.stats)
-                if output.new_token_ids and local_tokens:
-                    self._local.give_back(local_tokens)
-                    local_tokens = 0
                 finished = output.finish_reason is not None
+                facts |= {"prefill": "local" if asked.params is None else "remote", "prefill_attempts": asked.attempts}
                 yield self._chunk(output, facts)
         except StopAsyncIteration:
             raise ApiError(503, "the engine ended the request early") from None
         finally:
-            if local_tokens:
-                self._local.give_back(local_tokens)
             if not finished:
                 spawn(self._engine.abort(request.request_id))
-                if answer is not None and self._prefill is not None:
-                    self._prefill.release(answer)
+                if asked.answer is not None and self._prefill is not None:
+                    self._prefill.release(asked.answer)
 
-    def _fall_back(self, error: ApiError, attempts: int, tokens: int) -> int:
-        """Tokens to recompute here under the policy; raises when there is to be no recompute."""
-        if not error.retryable and error.status != 500:
+    async def _ask(self, asked: _Asked, request: EngineRequest, deadline: float) -> None:
+        """Asks prefill, for the first time or because the import of its last answer failed. Raises ApiError where that is the
+        end of the request; whether a prompt without an answer is computed here is the engine's decision."""
+        assert self._prefill is not None
+        asked.answer, asked.attempts = await self._prefill.prefill(
+            request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline,
+            attempts=asked.attempts, tenant=request.tenant)
+        asked.retries_left = self._prefill.retries_left(asked.attempts)
+        error = asked.answer.error
+        if error is None:
+            asked.failed = None
+            return
+        asked.failed, asked.retries_left = f"prefill failed after {asked.attempts} attempts: {error.message}", 0
+        if time.monotonic() >= deadline or (not error.retryable and error.status != 500):
             raise error
         if self._config.pd.kv_load_failure_policy == "fail":
-            raise ApiError(503, f"prefill failed after {attempts} attempts: {error.message}")
-        if not self._local.take(tokens):
-            raise ApiError(503, f"prefill failed after {attempts} attempts ({error.message}) and this replica "
-                                "recomputes as many prompts as pd.local_prefill_tokens allows; retry later")
-        return tokens
+            raise ApiError(503, asked.failed)
 
     def _chunk(self, output: RequestOutput, facts: dict[str, Any]) -> Chunk:
         logprobs = tuple(

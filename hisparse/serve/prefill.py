@@ -81,26 +81,39 @@ class PrefillClient:
         self._send, self._max_retries, self._backoff_s = send, config.max_retries, backoff_s
 
     async def prefill(self, request_id: str, prompt: tuple[int, ...], *, cache_salt: str | None,
-                      deadline: float, tenant: str = "") -> tuple[PrefillAnswer, int]:
-        """The answer of the first attempt that worked, or of the last one; and the number of attempts.
+                      deadline: float, attempts: int = 0, tenant: str = "") -> tuple[PrefillAnswer, int]:
+        """The answer of the first attempt that worked, or of the last one; and the number of attempts for this request so far.
 
         Args:
-            deadline: on the monotonic clock. tenant: who asks, for reports.
+            deadline: on the monotonic clock. attempts: made before; the last one's answer could not be read.
+            tenant: who asks, for reports.
         """
-        attempt = 0
+        attempt = attempts
+        if attempts and not await self._back_off(attempts, deadline):
+            return PrefillAnswer(request_id=request_id, error=ApiError(504, "no time is left to ask prefill again")), attempts
         while True:
             attempt += 1
             answer = await self._attempt(PrefillCall(
                 request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
                 timeout_s=max(deadline - time.monotonic(), 0.001), tenant=tenant,
             ))
-            if answer.error is None or not answer.error.retryable or attempt > self._max_retries:
-                return answer, attempt
-            wait_s = min(self._backoff_s * 2 ** (attempt - 1), BACKOFF_MAX_S) * random.uniform(0.75, 1.25)
-            if time.monotonic() + wait_s >= deadline:
+            if answer.error is None or not answer.error.retryable or not self.retries_left(attempt):
                 return answer, attempt
             logger.info("prefill of %s, attempt %d: %s", request_id, attempt, answer.error.message)
-            await asyncio.sleep(wait_s)
+            if not await self._back_off(attempt, deadline):
+                return answer, attempt
+
+    def retries_left(self, attempts: int) -> int:
+        """Args: attempts: made so far for one request."""
+        return max(0, 1 + self._max_retries - attempts)
+
+    async def _back_off(self, attempts: int, deadline: float) -> bool:
+        """Waits before the next attempt. False = the deadline is nearer."""
+        wait_s = min(self._backoff_s * 2 ** (attempts - 1), BACKOFF_MAX_S) * random.uniform(0.75, 1.25)
+        if time.monotonic() + wait_s >= deadline:
+            return False
+        await asyncio.sleep(wait_s)
+        return True
 
     async def _attempt(self, call: PrefillCall) -> PrefillAnswer:
         try:

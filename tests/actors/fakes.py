@@ -49,7 +49,8 @@ class FakeCore:
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
                     cache_salt: str | None = None, priority: int = 0,
-                    kv_transfer_params: Mapping[str, Any] | None = None, do_remote_decode: bool = False) -> None:
+                    kv_transfer_params: Mapping[str, Any] | None = None, do_remote_decode: bool = False,
+                    prefill_failed: str | None = None, prefill_retries: int = 0) -> None:
         self.threads.add(threading.current_thread().name)
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", field="prompt")

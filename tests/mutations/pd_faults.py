@@ -16,7 +16,8 @@ import numpy as np
 import hisparse.pd.held
 import hisparse.pd.importer
 import hisparse.pd.scheduler
-from hisparse.pd.commands import ImportFailure, ImportPlan
+from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
+from hisparse.pd.commands import ImportFailure, ImportPlan, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
 from hisparse.pd.descriptors import ReadPlanner
 from hisparse.pd.generations import GENERATION_BYTES, plan_check
@@ -24,10 +25,12 @@ from hisparse.pd.held import HeldLeases
 from hisparse.pd.importer import Importer
 from hisparse.pd.incarnations import Incarnations
 from hisparse.pd.leases import LeaseTable
+from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.protocol import Notice, encode_notice
 from hisparse.pd.repaging import RepagingPlanner
+from hisparse.pd.running_import import Phase, Read
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
@@ -48,10 +51,10 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         job = self._jobs[plan.job_id]
         if job.failure is None:
             batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-            job.waiting.extendleft(hisparse.pd.importer._Read(runs=batch) for batch in batches)
+            job.waiting.extendleft(Read(runs=batch) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",
-         lambda original, self, job: setattr(job, "phase", hisparse.pd.importer._Phase.VERIFY))
+         lambda original, self, job: setattr(job, "phase", Phase.VERIFY))
 
 
 def one_generation_stands_for_all(patch: Patch) -> None:
@@ -342,6 +345,68 @@ def a_failed_request_is_not_reported(patch: Patch) -> None:
     wrap(patch, PDConnectorScheduler, "update", update)
 
 
+# ----------------------------------------------------------------------------------------------- the failure policy
+def an_overdue_import_is_waited_for(patch: Patch) -> None:
+    """A request does not wait for a transport call that does not come back."""
+    patch.setattr(ImportDeadlines, "late", lambda self: [])
+
+
+def an_overdue_import_counts_as_drained(patch: Patch) -> None:
+    """Pages of an overdue import stay in quarantine until every rank said that it drained."""
+    def overdue(original: Any, self: PDConnectorScheduler, output: PDOutput) -> Any:
+        told = original(self, output)
+        self._drained += told
+        return told
+    wrap(patch, PDConnectorScheduler, "_overdue", overdue)
+
+
+def the_policy_fail_recomputes(patch: Patch) -> None:
+    """Under the policy `fail` no prompt is computed that prefill did not bring."""
+    wrap(patch, LoadFailurePolicy, "__init__", lambda original, self, config:
+         original(self, config.model_copy(update={"kv_load_failure_policy": "recompute"})))
+
+
+def prefill_is_asked_once_too_often(patch: Patch) -> None:
+    """Prefill is asked again `max_retries` times at most."""
+    wrap(patch, LoadFailurePolicy, "decide", lambda original, self, request_id, *, tokens, retries_left:
+         original(self, request_id, tokens=tokens, retries_left=retries_left + 1))
+
+
+def nobody_is_retried(patch: Patch) -> None:
+    """Before a request is computed here or refused, its retries are used up."""
+    wrap(patch, LoadFailurePolicy, "decide", lambda original, self, request_id, *, tokens, retries_left:
+         original(self, request_id, tokens=tokens, retries_left=0))
+
+
+def the_budget_counts_nothing(patch: Patch) -> None:
+    """Prompts that are computed here at once stay within the budget."""
+    patch.setattr(LoadFailurePolicy, "tokens", property(lambda self: 0))
+
+
+def a_budget_of_zero_takes_one(patch: Patch) -> None:
+    """With a budget of 0 nothing is computed here."""
+    wrap(patch, LoadFailurePolicy, "__init__", lambda original, self, config: original(
+        self, config.model_copy(update={"local_prefill_tokens": max(1, config.local_prefill_tokens)})))
+
+
+def the_budget_is_not_given_back(patch: Patch) -> None:
+    """A request counts against the budget until its first token or its end, whichever comes first."""
+    patch.setattr(LoadFailurePolicy, "end", lambda self, request_id: None)
+
+
+def a_long_prompt_is_never_computed(patch: Patch) -> None:
+    """One request alone may exceed the budget."""
+    def decide(original: Any, self: LoadFailurePolicy, request_id: str, *, tokens: int, retries_left: int) -> Recovery:
+        alone = not self.tokens
+        decision: Recovery = original(self, request_id, tokens=tokens, retries_left=retries_left)
+        if decision is Recovery.RECOMPUTE and alone and tokens > self._limit_tokens - 4:
+            self.end(request_id)
+            return Recovery.REFUSE
+        return decision
+    wrap(patch, LoadFailurePolicy, "decide", decide)
+
+
+# ----------------------------------------------------------------------------------------------- staging
 def one_peer_takes_every_slot(patch: Patch) -> None:
     """Staging has a quota per peer."""
     def acquire(original: Any, self: SlotPool, peer: str) -> int | None:

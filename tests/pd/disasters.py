@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from hisparse.engine.load_failures import LoadFailurePolicy
 from hisparse.types import RequestPages
 from tests.pd.decode import Decode
 from tests.pd.prefill import Prefill
@@ -25,6 +26,7 @@ class Disasters:
     decode: Decode
     requests: dict[str, Request]
     zombies: dict[str, RequestPages]
+    failures: LoadFailurePolicy
     incarnations: dict[str, str]
     retired: dict[tuple[str, str], float]
 
@@ -68,12 +70,22 @@ class Disasters:
             prefill.write(self.rng.choice((4, 100, 1000)), prefill.jobs[-1])
         return True
 
+    def block(self, rank: int) -> bool:
+        """A call of the transport does not come back, for some seconds or until the schedule settles."""
+        decode = self.decode
+        if decode.blocked(rank):
+            return False
+        self.met["transport call blocks"] += 1
+        decode.blocked_until_s[rank] = self.rng.choice((decode.clock() + 1.0, decode.clock() + 4.0, float("inf")))
+        return True
+
     def restart_decode(self) -> None:
         """All of it: clients see their connection end."""
         self.met["decode restarted"] += 1
         for request in self.of(*LIVE):
             request.state, request.error, request.pages = State.ERROR, "decode restarted", None
         self.zombies.clear()
+        self.failures = LoadFailurePolicy(self.decode.config)
         self.incarnations.clear()
         self.retired.clear()
         self.decode.ranks_die()

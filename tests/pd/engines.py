@@ -16,9 +16,11 @@ from hisparse.config import PDConfig
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportAck, PDCommand, PDOutput
 from hisparse.pd.connector import PDConnectorScheduler
+from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import agent_name
-from hisparse.pd.importer import CopyEvent, Importer
+from hisparse.pd.importer import Importer
 from hisparse.pd.loopback import LoopbackNetwork
+from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.transfer_thread import TransferThread
 from hisparse.types import RequestPages
 from tests.pd.pools import DEVICE_BLOCKS, HOST_BLOCKS, Pools, host_pools, ids_of
@@ -27,6 +29,8 @@ from tests.pd.torn import Levers, TornTransport
 
 CANARY = 0xA5
 """Every byte of free pages."""
+CLOSE_S = 1.0
+"""What closing an endpoint may take before its imports are overdue."""
 
 
 class Engine:
@@ -68,6 +72,10 @@ class Engine:
         self.orders: list[deque[PDCommand]] = [deque() for _ in self.memories]
         self.outputs: list[deque[PDOutput]] = [deque() for _ in self.memories]
         self.copies: list[list[ManualEvent]] = [[] for _ in self.memories]
+        self.deadlines = [ImportDeadlines(self.drain_s + CLOSE_S, self.clock) for _ in self.memories]
+        self.told: list[list[int]] = [[] for _ in self.memories]
+        self.blocked_until_s = [0.0 for _ in self.memories]
+        """The rank's transfer thread is inside one call of the transport until then."""
         for rank, memory in enumerate(self.memories):
             memory.cache.generations[:], memory.pool.generations[:] = self.pools.generations
             memory.memory.device[:] = CANARY
@@ -111,13 +119,15 @@ class Engine:
         """One engine step: the command goes into every rank's mail."""
         command = self.pd.build_metadata(0)
         if command is not None:
-            for orders in self.orders:
+            for orders, deadlines in zip(self.orders, self.deadlines, strict=True):
                 orders.append(command)
+                for plan in command.imports:
+                    deadlines.begin(plan)
         return command
 
     def obey(self, rank: int) -> bool:
         """The rank takes its next command, as its transfer thread does (rank 0 sends the notices)."""
-        if not self.orders[rank]:
+        if not self.orders[rank] or self.blocked(rank):
             return False
         command = self.orders[rank].popleft()
         if rank:
@@ -126,17 +136,25 @@ class Engine:
         return True
 
     def pump(self, rank: int) -> bool:
-        """One round of the rank's transfer thread; what it reports goes into the mail."""
-        moved = self.importers[rank].pump()
-        if moved:
-            self.importers[rank].check()
-        self._check_slots(rank)
-        acks: list[ImportAck] = self.importers[rank].take_acks()
-        notices = self.transports[rank].notices()
-        if acks or notices:
+        """One round of the rank's transfer thread, and what its step's thread reports then goes into the mail."""
+        moved, acks, notices = False, list[ImportAck](), list[bytes]()
+        if not self.blocked(rank):
+            moved = self.importers[rank].pump()
+            if moved:
+                self.importers[rank].check()
+            self._check_slots(rank)
+            acks, notices = self.importers[rank].take_acks(), self.transports[rank].notices()
+        for ack in acks:
+            self.deadlines[rank].end(ack.job_id)
+        late = self.deadlines[rank].late()
+        if acks or notices or late != self.told[rank]:
+            self.told[rank] = late
             self.outputs[rank].append(PDOutput(rank=rank, incarnation=self.incarnation, acks=tuple(acks),
-                                               notices=tuple(notices)))
+                                               notices=tuple(notices), overdue=dict.fromkeys(late, "overdue")))
         return moved
+
+    def blocked(self, rank: int) -> bool:
+        return self.clock() < self.blocked_until_s[rank]
 
     def _check_slots(self, rank: int) -> None:
         """Nothing is on its way to a staging slot that somebody else may get."""

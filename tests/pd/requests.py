@@ -17,18 +17,19 @@ class State(enum.Enum):
     OFFERED = "offered"
     IMPORTING = "importing"
     LOADED = "loaded"
+    RECOMPUTING = "recomputing"
     DONE = "done"
     RECOMPUTED = "recomputed"
     ERROR = "error"
     CLOSED = "closed"
 
 
-LIVE = (State.ASKED, State.OFFERED, State.IMPORTING, State.LOADED)
+LIVE = (State.ASKED, State.OFFERED, State.IMPORTING, State.LOADED, State.RECOMPUTING)
 
 
 @dataclass
 class Request:
-    """One client request. `lease_id`: of the answer it uses."""
+    """One client request. `client`: its name outside of decode, for good. `lease_id`: of the answer it uses."""
 
     request_id: str
     content: Content
@@ -43,3 +44,7 @@ class Request:
     landing: Landing | None = None
     pages: RequestPages | None = None
     error: str = ""
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        self.client = self.client or self.request_id

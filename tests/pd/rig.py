@@ -9,8 +9,9 @@ import numpy as np
 
 from hisparse.layout import IndexGroup, KVCacheLayout, ModelShape
 from hisparse.pd.commands import ImportAck, ImportPlan
+from hisparse.pd.copies import CopyEvent, copy_now
 from hisparse.pd.endpoint import RankEndpoint, agent_name
-from hisparse.pd.importer import CopyEvent, Importer, copy_now
+from hisparse.pd.importer import Importer
 from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork, LoopbackTransport
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.pages import PageTable, table_of

@@ -12,15 +12,26 @@ from tests.pd.disasters import MAX_LIVE
 from tests.pd.requests import LIVE, State
 from tests.pd.world import FAULTS, World
 
-SETTLE_ROUNDS, ROUND_S = 300, 0.25
+SETTLE_ROUNDS, BLOCKED_ROUNDS, ROUND_S = 300, 20, 0.25
 TICKS_S, CALM_TICKS_S = (0.02, 0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 4.0), (0.02, 0.3, 0.8)
 
 
 def settle(world: World) -> None:
-    """The faults stop: every request ends within a bounded number of rounds, and all pools are full again."""
+    """The faults stop: every request ends within a bounded number of rounds, and all pools are full again. Until then
+    nobody waits for a transport call that does not come back."""
+    decode = world.decode
+    if world.faulty and world.rng.random() < 0.3:
+        world.block(world.rng.randrange(decode.num_ranks))
     world.faulty = False
     for lever in (*FAULTS, "late"):
         setattr(world.levers, lever, 0.0)
+    if any(map(decode.blocked, range(decode.num_ranks))):
+        waiting = {(request.client, request.attempts) for request in world.of(State.IMPORTING)}
+        for _ in range(BLOCKED_ROUNDS):
+            one_round(world)
+        still = {(request.client, request.attempts) for request in world.of(State.IMPORTING)} & waiting
+        assert not still, f"requests that wait for a transport call that does not come back: {still}"
+        decode.blocked_until_s = [0.0] * decode.num_ranks
     for _ in range(SETTLE_ROUNDS):
         one_round(world)
         if not world.of(*LIVE) and is_quiet(world):
@@ -28,6 +39,7 @@ def settle(world: World) -> None:
     waiting = {request.request_id: request.state.value for request in world.of(*LIVE)}
     assert not waiting, f"requests that wait for ever: {waiting}"
     assert world.decode.pools.full(), "decode has lost pages"
+    assert not world.failures.tokens, "the budget for local prefills was not given back"
     for engine in (*world.prefills, world.decode):
         if not engine.alive:
             continue
@@ -75,6 +87,8 @@ def one_round(world: World) -> None:
     world.hear(1000)
     for request in world.of(State.LOADED):
         world.finish(request)
+    while world.compute():
+        pass
     for prefill in world.prefills:
         world.listen(prefill)
     world.tick(ROUND_S)
@@ -98,9 +112,10 @@ def probe(world: World) -> None:
 MOVES: dict[str, tuple[float, float]] = {
     "arrive": (6, 6), "begin": (8, 8), "write": (14, 14), "answer": (8, 8), "deliver": (6, 6), "admit": (8, 8), "step": (8, 8),
     "obey": (10, 10), "pump": (20, 20), "move": (24, 24), "copy": (8, 6), "hear": (8, 8), "listen": (2, 2), "finish": (3, 3),
+    "compute": (2, 2),
     "close": (0.5, 0.7), "tick": (3, 2.5), "kill": (0, 0.05), "restart": (0, 0.25), "lose_lease": (0, 5),
     "restart_prefill_ranks": (0, 0.2), "restart_decode": (0, 0.05), "restart_ranks": (0, 0.25), "lose_answer": (0, 0.1),
-    "late_twin": (0, 0.7),
+    "late_twin": (0, 0.7), "block": (0, 0.1),
 }
 """Weights in a calm schedule and in others, of moves that are possible."""
 
@@ -120,8 +135,8 @@ def move(world: World, name: str) -> bool:
         return prefill.alive and world.answer(prefill)
     if name in ("listen", "kill", "restart", "restart_prefill_ranks", "lose_lease"):
         return getattr(world, name)(prefill) is not False
-    if name in ("obey", "pump", "copy"):
-        return bool(getattr(decode, name)(rank))
+    if name in ("obey", "pump", "copy", "block"):
+        return bool(getattr(world if name == "block" else decode, name)(rank))
     if name == "move":
         return decode.transports[rank].move(rng.choice((3, 10, 100, 1000)))
     if name == "hear":

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hisparse.pd.importer import _Phase
+from hisparse.config import PDConfig
+from hisparse.engine.load_failures import LoadFailurePolicy
+from hisparse.pd.running_import import Phase
 from hisparse.types import Landing
 from tests.pd.pools import Content, ids_of
 from tests.pd.prefill import Prefill
@@ -37,7 +40,10 @@ def quiet_world(seed: int) -> World:
     world = World(4 * seed + 1)
     for lever in (*FAULTS, "late"):
         setattr(world.levers, lever, 0.0)
-    world.faulty, world.prefixes, world.policy = False, False, "recompute"
+    world.faulty, world.prefixes = False, False
+    world.failures = LoadFailurePolicy(PDConfig(local_prefill_tokens=1000))
+    world.decode.config = world.decode.config.model_copy(update={
+        "kv_load_failure_policy": "recompute", "local_prefill_tokens": 1000, "max_retries": 1})
     return world
 
 
@@ -80,9 +86,9 @@ def reach(world: World, request: Request, stage: str) -> None:
             decode.transports[rank].move(2)
         if at < STAGES.index("verifying"):
             continue
-        while job.phase is not _Phase.VERIFY or not job.posted:
+        while job.phase is not Phase.VERIFY or not job.posted:
             decode.pump(rank)
-            while job.phase is _Phase.DATA and (decode.transports[rank].move(1 << 30) or decode.copy(rank)):
+            while job.phase is Phase.DATA and (decode.transports[rank].move(1 << 30) or decode.copy(rank)):
                 pass
         while at >= STAGES.index("acknowledged") and not decode.outputs[rank]:
             decode.transports[rank].move(1 << 30)
@@ -195,6 +201,11 @@ def reads_refused(world: World, request: Request) -> None:
     world.levers.refuse = 1.0
 
 
+def transport_call_blocks(world: World, request: Request) -> None:
+    """On every rank, for as long as anybody waits."""
+    world.decode.blocked_until_s = [float("inf")] * world.decode.num_ranks
+
+
 def notices_lost(world: World, request: Request) -> None:
     world.levers.drop = 1.0
 
@@ -204,7 +215,9 @@ def notices_repeated(world: World, request: Request) -> None:
 
 
 def notices_late(world: World, request: Request) -> None:
-    world.levers.late = 0.5
+    """READs are on time."""
+    for transport in (*world.prefills[0].transports, *world.prefills[1].transports):
+        transport._levers = replace(world.levers, late=0.5)
 
 
 def row(asked: str = "", answered: str = "", planned: str = "", reading: str = "", verifying: str = "",
@@ -229,11 +242,13 @@ RESULTS: dict[Failure, tuple[str, ...]] = {
     lease_over_and_pages_reused: REUSED, pages_reused_under_the_lease: REUSED,
     reads_fail: row("", *("transfer",) * 4), reads_refused: row("", *("transfer",) * 3, OWN),
     reads_hang: row("", *("timeout",) * 4),
+    transport_call_blocks: row(*("overdue",) * 5),
     notices_lost: FINE, notices_repeated: FINE, notices_late: FINE,
 }
 """By stage; "" = cannot happen then. A word that is no constant is the reason for which the attempt failed: a retry or the
 failure policy is next (recompute here, or 503), and no byte of the attempt is ever selectable."""
 
+NAMED = ("no answer", "answer refused", "overdue")
 CELLS = [(failure, stage) for failure, results in RESULTS.items() for stage, result in zip(STAGES, results) if result]
 
 
@@ -255,7 +270,7 @@ def test_cell(failure: Failure, stage: str) -> None:
 
 def check(world: World, request: Request, expected: str, before: str) -> None:
     """`settle` has checked bytes, pools, slots and leases."""
-    reasons = [name for name in world.met if name.startswith("failed: ") or name in ("no answer", "answer refused")]
+    reasons = [name for name in world.met if name.startswith("failed: ") or name in NAMED]
     again = (State.DONE, State.RECOMPUTED)
     if expected == OWN:
         assert request.state is State.DONE and request.prefill_id == before and not reasons, (request.error, reasons)
@@ -266,7 +281,7 @@ def check(world: World, request: Request, expected: str, before: str) -> None:
     elif expected == "restarted":
         assert request.state in again and (request.prefill_id != before or "restarted" in request.error)
     else:
-        wanted = expected if expected in ("no answer", "answer refused") else f"failed: {expected}"
+        wanted = expected if expected in NAMED else f"failed: {expected}"
         assert reasons == [wanted], reasons
         assert request.state in again and (request.state is State.RECOMPUTED or request.prefill_id != before)
         assert request.state is State.DONE or request.error

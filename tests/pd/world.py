@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hisparse.engine.load_failures import LoadFailurePolicy
 from hisparse.errors import ProtocolError
 from hisparse.pd.endpoint import RETIRED_S
 from hisparse.pd.loopback import LoopbackNetwork
@@ -15,13 +16,13 @@ from hisparse.pd.protocol import decode_notice
 from hisparse.types import ImportTarget, RequestPages
 from tests.pd.decode import Decode
 from tests.pd.disasters import MAX_LIVE, Disasters
+from tests.pd.fallbacks import Fallbacks
 from tests.pd.pools import LAYOUTS, MAX_TOKENS, Content
 from tests.pd.prefill import Prefill
 from tests.pd.requests import LIVE, Request, State
 from tests.pd.rig import LAYOUT
 from tests.pd.torn import Levers
 
-MAX_ATTEMPTS = 3
 ASK_TIMEOUT_S = 8.0
 """A decode engine waits this long for a prefill answer."""
 
@@ -29,7 +30,7 @@ FAULTS = {"hang": 0.15, "fail": 0.1, "refuse": 0.05, "stuck": 0.5, "drop": 0.3, 
 """Probabilities of Levers; each is on in half of the schedules that are not calm."""
 
 
-class World(Disasters):
+class World(Fallbacks, Disasters):
     """Two prefill engines, one decode engine, and everything under way between them.
 
     Attributes:
@@ -41,7 +42,6 @@ class World(Disasters):
         self.rng = rng = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
         self.calm, self.prefixes = seed % 4 == 0, True
-        self.policy = rng.choice(("recompute", "fail"))
         self.levers, self.network = Levers(), LoopbackNetwork()
         if not self.calm:
             for lever, most in FAULTS.items():
@@ -52,7 +52,11 @@ class World(Disasters):
         net = self.network
         self.prefills = [Prefill(name, net, self.levers, rng, num_ranks=rng.choice((1, 2)), layout=layout, config=lease)
                          for name, layout in zip(("p0", "p1"), layouts)]
-        self.decode = Decode("d", net, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease, layout=layouts[2])
+        policy = {"kv_load_failure_policy": rng.choice(("recompute", "recompute", "fail")),
+                  "max_retries": rng.choice((0, 1, 2)),
+                  "local_prefill_tokens": rng.choice((0, MAX_TOKENS, 2 * MAX_TOKENS, 1000))}
+        self.decode = Decode("d", net, self.levers, rng, num_ranks=rng.choice((1, 2)), config=lease | policy, layout=layouts[2])
+        self.failures = LoadFailurePolicy(self.decode.config)
         self.requests: dict[str, Request] = {}
         self.zombies: dict[str, RequestPages] = {}
         """Pages of closed requests, until drained."""
@@ -99,24 +103,13 @@ class World(Disasters):
 
     def ask(self, request: Request) -> None:
         """Asks prefill; a dead one refuses the connection."""
+        assert request.attempts <= self.decode.config.max_retries, f"{request.client} asks prefill once too often"
         request.state, request.attempts, self.asks = State.ASKED, request.attempts + 1, self.asks + 1
         request.asked_at_s, request.prefill_id = self.decode.clock(), f"p-{self.asks}"
         if request.prefill.alive:
             request.prefill.queue.append((request.prefill_id, request.content))
         else:
             self.fall_back(request, "prefill is down")
-
-    def fall_back(self, request: Request, why: str) -> None:
-        """The policy: some retries, then a local prefill or an error, never tokens of a failed import."""
-        assert why, f"{request.request_id} failed without a reason"
-        if request.pages is not None:
-            self.decode.free(request.pages)
-            request.pages = None
-        if request.attempts < MAX_ATTEMPTS and self.rng.random() < 0.7 and request.prefill.alive:
-            self.ask(request)
-            return
-        self.decode.pd.request_closed(request.request_id)
-        request.state, request.error = (State.RECOMPUTED if self.policy == "recompute" else State.ERROR), why
 
     def close(self, request: Request) -> None:
         """The client is gone, at whatever stage."""
@@ -132,6 +125,7 @@ class World(Disasters):
                 self.verify(request)
                 self.decode.free(request.pages)
             request.pages = None
+        self.failures.end(request.client)
         self.decode.pd.request_closed(request.request_id)
         request.state = State.CLOSED
 
@@ -251,6 +245,10 @@ class World(Disasters):
             self.met[f"failed: {why.split(': ')[1] if why.startswith('rank') else why.split(':')[0]}"] += 1
             assert not self.calm, f"{request_id} failed without a fault: {why}"
             self.fall_back(self.requests[request_id], why)
+        for request_id in set(events.overdue) - set(events.loaded) - set(events.failed):
+            self.met["overdue"] += 1
+            assert not self.calm
+            self.start_over(self.requests[request_id], events.overdue[request_id])
         for request_id in events.drained:
             self.met["drained"] += 1
             self.decode.free(self.zombies.pop(request_id))
@@ -292,6 +290,7 @@ class World(Disasters):
         for request in self.of(State.LOADED):
             self.verify(request)
         self.decode.check_free()
+        self.check_policy()
         for engine in (*self.prefills, self.decode):
             if engine.alive:
                 engine.pd.check()

@@ -16,7 +16,7 @@ from hisparse.errors import EngineDeadError, RequestError
 from hisparse.metrics import MemorySink, RequestFeed
 from hisparse.metrics.catalogue import FINISH, FINISHED, LONGEST_GAP, PREFILL_WAIT, PROMPT_TOKENS, QUEUE, TTFT
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
-from hisparse.serve.decode import DecodeService, LocalPrefillBudget
+from hisparse.serve.decode import DecodeService
 from hisparse.serve.errors import ApiError
 from hisparse.serve.prefill import PrefillClient, PrefillService
 from hisparse.types import FinishReason, Landing, RequestOutput, RequestStats, SampledToken, SamplingParams
@@ -35,11 +35,18 @@ class FakeEngine:
         self.hang_at: int | None = None
         self.front = "front"
         self.params: Any = PARAMS
+        self.import_failures = 0
+        self.resumed: list[tuple[Any, str, int]] = []
+        self.answered = asyncio.Event()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
         if self.error is not None:
             raise self.error
+        for _ in range(self.import_failures):
+            self.answered.clear()
+            yield RequestOutput(request_id=request.request_id, retry_prefill="the READ broke off")
+            await self.answered.wait()
         for at, word in enumerate(self.words):
             if at == self.hang_at:
                 await asyncio.Event().wait()
@@ -49,6 +56,10 @@ class FakeEngine:
                                 finish_reason=self.final if last else None,
                                 logprobs=(SampledToken(token_id=40, logprob=-1.0, top_logprobs=((41, -2.0),)),),
                                 stats=RequestStats(prompt_tokens=3, landing=Landing.HOST, queue_s=0.01) if last else None)
+
+    async def resume(self, request_id: str, params: Any, failed: str, retries_left: int) -> None:
+        self.resumed.append((params, failed, retries_left))
+        self.answered.set()
 
     async def complete(self, request: EngineRequest, *, timeout_s: float) -> RequestOutput:
         self.requests.append(request)
@@ -199,30 +210,76 @@ def test_b34_prefill_down_is_bounded(policy: str) -> None:
         assert setup.engine.requests[0].kv_transfer_params is None
 
 
-def test_b34_local_prefill_is_within_its_budget() -> None:
-    setup = Setup(ApiError(503, "down"), config={"local_prefill_tokens": 50, "max_retries": 0})
-    setup.engine.hang_at = 0
+def test_b34_500_requests_without_prefill_ask_2000_times_and_compute_nothing() -> None:
+    setup = Setup(ApiError(503, "down"), config={"kv_load_failure_policy": "fail", "max_retries": 3,
+                                                 "scheduler": {"max_waiting": 500}})
 
-    async def storm() -> list[Chunk | None]:
-        async def one(i: int) -> Chunk | None:
-            call = GenerateCall(request_id=f"d-{i}", token_ids=(5,) * 20, max_tokens=4, timeout_s=0.3)
-            async for chunk in setup.service.generate(call):
-                return chunk
-            return None
+    async def storm() -> list[Chunk]:
+        async def last(i: int) -> Chunk:
+            call = GenerateCall(request_id=f"d-{i}", token_ids=(5,) * 20, max_tokens=4, timeout_s=60.0)
+            return [chunk async for chunk in setup.service.generate(call)][-1]
 
-        return list(await asyncio.gather(*(one(i) for i in range(10))))
+        return list(await asyncio.gather(*(last(i) for i in range(500))))
 
-    chunks = asyncio.run(storm())
-    statuses = sorted(chunk.error.status for chunk in chunks if chunk is not None and chunk.error is not None)
-    assert statuses == [503] * 8 + [504] * 2 and len(setup.engine.requests) == 2
-    setup.engine.hang_at = None
-    assert setup.run(text=None, token_ids=(5,) * 20)[-1].finish_reason == "stop", "the budget was given back"
+    errors = [chunk.error for chunk in asyncio.run(storm())]
+    assert [error.status for error in errors if error is not None] == [503] * 500
+    assert len(setup.attempts) == 2000 and setup.engine.requests == []
 
 
-def test_budget_of_zero_means_never() -> None:
-    assert not LocalPrefillBudget(0).take(1)
-    budget = LocalPrefillBudget(10)
-    assert budget.take(100) and not budget.take(1)
+def test_b34_no_retry_once_a_token_was_streamed() -> None:
+    setup = Setup("ok", config={"max_retries": 3})
+    setup.engine.final = FinishReason.ERROR
+    chunks = setup.run()
+    assert chunks[0].text == "a" and chunks[-1].error is not None
+    assert len(setup.attempts) == len(setup.engine.requests) == 1 and setup.engine.resumed == []
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_import_is_tried_again_from_the_next_answer(failures: int) -> None:
+    setup = Setup("ok", config={"max_retries": 2})
+    setup.engine.import_failures = failures
+    chunks = setup.run()
+    assert [chunk.text for chunk in chunks] == ["a", "b"] and chunks[-1].stats is not None
+    assert {"prefill": "remote", "prefill_attempts": 1 + failures}.items() <= dict(chunks[-1].stats).items()
+    assert len({call.request_id for call in setup.attempts}) == 1 + failures
+    assert setup.engine.requests[0].prefill_retries == 2
+    assert setup.engine.resumed == [(PARAMS, "", 1), (PARAMS, "", 0)][:failures]
+    assert setup.engine.aborted == setup.front.released == []
+
+
+def test_retries_of_prefill_and_of_imports_are_the_same_ones() -> None:
+    """Two attempts had no answer, so one import may fail; then the engine is told that there is none."""
+    setup = Setup(ApiError(503, "down"), ConnectionError("gone"), "ok", ApiError(503, "down again"), config={"max_retries": 3})
+    setup.engine.import_failures = 1
+    chunk = setup.run()[-1]
+    assert len(setup.attempts) == 4 and setup.engine.requests[0].prefill_retries == 1
+    assert setup.engine.resumed == [(None, "prefill failed after 4 attempts: down again", 0)]
+    assert chunk.stats is not None and chunk.stats["prefill"] == "local" and chunk.stats["prefill_attempts"] == 4
+
+
+def test_policy_fail_ends_a_request_whose_retries_found_no_prefill() -> None:
+    setup = Setup("ok", ApiError(503, "down"), config={"max_retries": 1, "kv_load_failure_policy": "fail"})
+    setup.engine.import_failures = 1
+    (chunk,) = setup.run()
+    assert chunk.error is not None and chunk.error.status == 503 and "down" in chunk.error.message
+    assert setup.engine.resumed == [] and setup.engine.aborted == ["d-1"], "the engine must not wait for an answer"
+
+
+def test_a_retry_gives_up_before_the_deadline() -> None:
+    setup = Setup("ok", "hang", config={"max_retries": 3})
+    setup.engine.import_failures = 1
+    chunk = setup.run(timeout_s=0.2)[-1]
+    assert chunk.error is not None and chunk.error.status == 504
+    assert setup.engine.aborted == ["d-1"] and len(setup.attempts) == 2
+
+
+def test_an_engine_that_recomputes_no_more_is_503() -> None:
+    """The budget is the engine's: it counts failed imports, too."""
+    setup = Setup(ApiError(503, "down"), config={"max_retries": 0})
+    setup.engine.error = RequestError("prefill failed; 50 prompt tokens are being recomputed here; retry later", status=503)
+    chunk = setup.run()[-1]
+    assert setup.engine.requests[0].prefill_failed == "prefill failed after 1 attempts: down"
+    assert chunk.error is not None and chunk.error.status == 503 and "retry later" in chunk.error.message
 
 
 def test_a_prompt_that_prefill_refuses_is_not_retried() -> None:

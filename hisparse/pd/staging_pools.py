@@ -1,0 +1,58 @@
+"""The slots of one rank, by the memory they lie in, and which READs pass through which."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse.errors import InvariantError
+from hisparse.pd.generations import GENERATION_BYTES
+from hisparse.pd.memory import LocalMemory, device_index
+from hisparse.pd.staging import SlotPool
+
+
+class StagingPools:
+    """Args: as Importer's.
+
+    Attributes:
+        cpu: slots in CPU memory. generations: for answers to generation READs.
+        gpu: on CUDA, slots on the GPU for pages that come from a peer's GPU: a READ from GPU into CPU memory is a hundred times
+            slower than one between GPUs and a copy here.
+        slabs, device_slabs: what the transport has to register, as in LocalMemory.
+    """
+
+    def __init__(self, memory: LocalMemory, *, num_slots: int, slot_pages: int, direct: bool) -> None:
+        self._on_cuda, self._direct = memory.on_cuda, direct
+        slot_bytes = slot_pages * memory.layout.staged_page_bytes
+        device = torch.device("cuda", device_index(memory.cache.device)) if memory.on_cuda else None
+        self.cpu = SlotPool(num_slots, slot_bytes, device=device)
+        self.gpu = SlotPool(num_slots, slot_bytes, device=device, on_device=True) if memory.on_cuda else None
+        self.generations = SlotPool(max(2, num_slots), GENERATION_BYTES)
+        self.slabs = [(pool.address, pool.num_bytes) for pool in (self.cpu, self.generations)]
+        self.device_slabs: list[tuple[int, int, int]] = []
+        if self.gpu is not None and device is not None:
+            self.device_slabs.append((self.gpu.address, self.gpu.num_bytes, device.index))
+
+    def used(self, *, to_host: bool, from_gpu: bool) -> bool:
+        """Whether pages pass through a slot. The peer's kind of memory is taken for ours.
+
+        Args:
+            from_gpu: the peer holds them resident.
+        """
+        if not self._on_cuda:
+            return to_host and not self._direct
+        if from_gpu:
+            return to_host
+        return not (to_host and self._direct)
+
+    def of(self, *, from_gpu: bool) -> SlotPool:
+        """The slots that they pass through."""
+        return self.gpu if self.gpu is not None and from_gpu else self.cpu
+
+    def check(self, held: int) -> None:
+        """Args: held: slots in use, of all pools. Raises InvariantError unless the others are free."""
+        pools = [pool for pool in (self.cpu, self.gpu, self.generations) if pool is not None]
+        for pool in pools:
+            pool.check()
+        free, total = sum(pool.num_free for pool in pools), sum(pool.memory.shape[0] for pool in pools)
+        if held + free != total:
+            raise InvariantError(f"{held} slots held by imports and {free} free of {total}")
