@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
-    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "metrics",
-    "config", "layout", "types", "errors",
+    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "embedding", "worker", "capacity", "cache", "trace", "ops",
+    "metrics", "config", "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}
@@ -24,7 +24,7 @@ DOORS = {
     "fastapi": ("serve/",),
     "typer": ("cli/", "demo/"),
 }
-NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "connector/base.py", "embedding.py", "types.py", "config.py", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

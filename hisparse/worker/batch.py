@@ -57,8 +57,9 @@ class RowBatch:
         is_prefill: bool = False,
         plain_tables: bool = False,
         device: str = "cpu",
+        status: Tensor | None = None,
     ) -> RowBatch:
-        """From Python numbers.
+        """From Python numbers, which on CUDA are uploaded: not inside a graph.
 
         Example: `RowBatch.build([3] * 4, range(8, 12), is_prefill=True)` is a chunk of four tokens of seat 3.
         Raises:
@@ -80,6 +81,7 @@ class RowBatch:
             max_len=max(positions, default=-1) + 1,
             prefill_seat=seats[0] if is_prefill else None,
             plain_tables=plain_tables,
+            status=status,
         )
 
     @property
