@@ -157,7 +157,13 @@ def test_ranks_share_a_pool(tmp_path: Path) -> None:
     owner.unlink()
 
 
-# ---- rows for an attention of one's own
+# ---- batches, and rows for an attention of one's own
+def test_a_batch_on_cuda_takes_one_row_of_a_seat() -> None:
+    with pytest.raises(hs.InvariantError, match=r"several of seats \[3\]; split it"):
+        hs.RowBatch.build([3, -1, 1, 3, -1], [5, 0, 6, 6, 0], device="cuda")
+    assert hs.RowBatch.build([3, 3], [5, 6]).num_rows == 2, "the reference resolves the union of a seat's rows"
+
+
 def test_gather_takes_each_entry_from_its_tier() -> None:
     nan = float("nan")
     device, host = torch.tensor([[nan, nan], [1.0, 2.0], [nan, nan]]), torch.tensor([[nan, nan], [3.0, 4.0]])
