@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -14,6 +15,11 @@ PAGES = sorted(ROOT / name for name in (
 FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 OF_THE_DESIGN = {"hisparse/cli.py"}
 """Paths that docs/deviations.md quotes from the design."""
+FOREIGN = {
+    "ReqToTokenPool", "TokenToKVPoolAllocator", "build_connector_meta", "get_finished", "out_cache_loc", "req_pool_idx",
+    "req_to_token", "request_finished", "slot_mapping", "start_load_kv", "wait_for_save", "cudaMemcpy",
+}
+"""Names of other projects."""
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:hisparse|docs|tests|scripts|benchmarks|kernels|deploy)/[\w./*-]+?)(?:::[\w\[\]-]+)?`")
 
@@ -73,6 +79,22 @@ def test_the_index_names_every_page() -> None:
     assert not {page for page in PAGES if page.parent == ROOT / "docs"} - linked - {index}
     assert (ROOT / "docs" / "examples" / "embed.py") in linked
     assert "docs/README.md" in LINK.findall((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("name", ["architecture", "concepts", "control-plane", "embedding", "host-pool", "kernels", "pd"])
+def test_names_of_the_code_are_in_the_code(name: str) -> None:
+    """Words in code style with an underscore, a dot or a capital inside: an identifier that is gone is a stale page."""
+    words = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text_of(ROOT / "docs" / f"{name}.md")))
+    names = {word.rpartition(".")[2] for word in words if re.search(r"[_.]|[a-z][A-Z]", word)}
+    assert not names - _identifiers() - FOREIGN
+
+
+@functools.cache
+def _identifiers() -> set[str]:
+    sources = [path for folder in ("hisparse", "kernels", "tests", "scripts", "benchmarks", "deploy")
+               for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".yaml")]
+    return {word for path in sources if path != Path(__file__) for word in re.findall(r"[A-Za-z_]\w*", path.read_text())} | {
+        path.suffix[1:] for path in sources} | {"md", "sh", "svg", "json"}
 
 
 def test_every_picture_is_shown() -> None:

@@ -180,3 +180,95 @@ def test_a_reported_error_is_raised_and_the_cpu_has_no_word() -> None:
     hs.check_status(torch.zeros(4, dtype=torch.int32))
     with pytest.raises(hs.InvariantError, match="neither resident nor on the host.*seat 3, position 130"):
         hs.check_status(torch.tensor([1, 3, 130, 0], dtype=torch.int32))
+
+
+# ---- what the guide promises of the calls
+class Loop:
+    """The smallest engine: rows are random, every row that a batch could select is compared."""
+
+    def __init__(self, setup: hs.CacheSetup, host_pool: hs.HostPool | None = None) -> None:
+        self.setup, self.cache = setup, setup.manager()
+        self.rank = setup.worker(host_pool=host_pool)
+        shape = setup.layout.shape
+        self.rows: dict[str, torch.Tensor] = {}
+        self._shape = (shape.num_layers, setup.max_model_len, setup.layout.row.values)
+        self.step = 0
+
+    def run(self, name: str | None = None, first: int = 0, tokens: int = 0, *, writes: bool = True,
+            plain: bool = False) -> None:
+        self.step += 1
+        assert self.rank.worker is not None
+        self.rank.worker.start_step(self.cache.plan_step(self.step, [(name, first, tokens)] if name is not None else []))
+        if name is not None:
+            truth = self.rows.setdefault(name, torch.zeros(self._shape))
+            batch = hs.RowBatch.build([self.cache.seat(name)] * tokens, range(first, first + tokens), writes=writes,
+                                      is_prefill=tokens > 1, plain_tables=plain)
+            topk = torch.arange(self.setup.layout.shape.top_k).repeat(tokens, 1)
+            seen = topk <= batch.positions[:, None]
+            for layer, handle in enumerate(self.rank.handles):
+                rows = torch.randn(tokens, self._shape[2])
+                if writes:
+                    truth[layer, first : first + tokens] = rows
+                handle.append(rows, batch)
+                assert torch.equal(handle.resolve(topk, batch).gather(), truth[layer, topk] * seen[..., None])
+        self.rank.worker.end_step()
+        self.cache.on_worker_output([self.rank.worker.output()])
+        self.cache.retire(self.step, {name: first + tokens} if name is not None else {})
+
+    def drain(self) -> None:
+        while self.cache.has_pending_work():
+            self.run()
+        self.cache.check()
+
+
+def test_a_full_hit_replays_its_last_token_and_writes_nothing() -> None:
+    loop = Loop(small_setup())
+    loop.cache.open("a", range(8), max_tokens=4)
+    assert loop.cache.admit("a", loop.cache.prefix("a"), chunk_tokens=8) and loop.cache.allocate("a", 8)
+    loop.run("a", 0, 8)
+    loop.cache.close("a")
+    loop.drain()
+    loop.rows["b"] = loop.rows["a"]
+    loop.cache.open("b", range(8), max_tokens=4)
+    admission = loop.cache.admit("b", loop.cache.prefix("b"), chunk_tokens=1)
+    assert admission is not None and admission.cached_tokens == 8
+    assert loop.cache.allocate("b", 1)
+    loop.run("b", 7, 1, writes=False)
+    loop.cache.extend("b", [99])
+    assert loop.cache.allocate("b", 1)
+    loop.run("b", 8, 1)
+    salted = hs.ExtraKeys(cache_salt="another tenant")
+    loop.cache.open("c", range(8), max_tokens=4, extra_keys=salted)
+    assert loop.cache.prefix("c").tokens == 0
+
+
+def test_plain_tables_serve_a_context_that_is_resident() -> None:
+    loop = Loop(small_setup())
+    loop.cache.open("a", range(6), max_tokens=4)
+    assert loop.cache.admit("a", loop.cache.prefix("a"), chunk_tokens=6) and loop.cache.allocate("a", 6)
+    assert loop.cache.all_context_pages_resident(["a"])
+    loop.run("a", 0, 6, plain=True)
+    loop.cache.extend("a", [50])
+    assert loop.cache.allocate("a", 1) and loop.cache.all_context_pages_resident(["a"])
+    loop.run("a", 6, 1, plain=True)
+
+
+def test_a_rank_that_was_replaced_serves_the_requests_again(tmp_path: Path) -> None:
+    setup = small_setup()
+    pool = hs.HostPool.shared(setup.layout, setup.num_host_blocks, tmp_path / "pool")
+    loop = Loop(setup, hs.HostPool.attach(setup.layout, setup.num_host_blocks, tmp_path / "pool"))
+    loop.cache.open("a", range(8), max_tokens=4)
+    assert loop.cache.admit("a", loop.cache.prefix("a"), chunk_tokens=8) and loop.cache.allocate("a", 8)
+    loop.run("a", 0, 8)
+    loop.drain()
+    again = dataclasses.replace(setup, incarnation=setup.incarnation + 1)
+    loop.cache.worker_lost(again.incarnation)
+    loop.rank = again.worker(host_pool=hs.HostPool.attach(setup.layout, setup.num_host_blocks, tmp_path / "pool"))
+    prefix = loop.cache.prefix("a")
+    assert prefix.tokens == 0, "indexer pages were on the device and nowhere else"
+    assert loop.cache.admit("a", prefix, chunk_tokens=8) and loop.cache.allocate("a", 8)
+    loop.run("a", 0, 8)
+    loop.cache.close("a")
+    loop.drain()
+    pool.close()
+    pool.unlink()
