@@ -58,6 +58,26 @@ def test_every_picture_can_be_read(pictures: ModuleType) -> None:
                 assert 0 <= float(item.get("x", 0)) <= width and 0 <= float(item.get("y", 0)) <= height, (path, item.attrib)
 
 
+def _luminance(colour: str) -> float:
+    full = colour if len(colour) == 7 else "#" + "".join(2 * digit for digit in colour[1:])
+    parts = [int(full[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_words_stand_out_from_what_they_stand_on() -> None:
+    """By WCAG's measure of contrast, in both modes."""
+    for style in script("drawing").STYLE.split("@media"):
+        fills = dict(re.findall(r"(?:\.|)(\w+) \{[^}]*(?<!-)fill: (#\w+)", style))
+        ground = re.search(r"background: (#\w+)", style)
+        assert ground is not None and {"svg", "dim", "device", "hot", "host", "move", "keys", "loose", "grown"} <= set(fills)
+        boxes = {name: colour for name, colour in fills.items() if name not in ("svg", "dim", "tip")}
+        for words, on in [("svg", boxes), ("dim", {"ground": ground[1]}), ("svg", {"ground": ground[1]})]:
+            for name, colour in on.items():
+                high, low = sorted((_luminance(fills[words]), _luminance(colour)), reverse=True)
+                assert (high + 0.05) / (low + 0.05) >= 4.5, f"{words} on {name}"
+
+
 def test_the_life_that_is_drawn_is_the_one_told() -> None:
     moments = script("page_life").life_of_a_request()
     first_page = [moment.pages["a"][0] for moment in moments]
