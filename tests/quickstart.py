@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+URL = "http://127.0.0.1:8000"
 RULES = (
     (r"scripts/bootstrap\.sh|export PATH=", "install"),
     (r"hisparse serve \S+\.yaml$", "start"),
@@ -38,3 +40,11 @@ def _kind(line: str) -> str:
 def shell(command: str) -> list[str]:
     """Arguments that run the command line as a user's shell does, with this interpreter's hisparse."""
     return ["bash", "-c", f'hisparse() {{ "{sys.executable}" -m hisparse.cli "$@"; }}\n{command}']
+
+
+def run_client(command: str, url: str) -> str:
+    """What the command prints when the service listens at `url`. It must succeed."""
+    here = command.replace(URL, url).replace("hisparse status", f"hisparse status --url {url}")
+    done = subprocess.run(shell(here), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{here}: {done.stdout}{done.stderr}"
+    return done.stdout

@@ -24,7 +24,7 @@ DOORS = {
     "fastapi": ("serve/",),
     "typer": ("cli/", "demo/"),
 }
-NO_TORCH = ("cache/", "metrics/", "connector/base.py", "embedding.py", "types.py", "config.py", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:
