@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hisparse.cache.kv_cache_manager import Admission, CacheStats, Fit, KVCacheManager, PrefixHit
+from hisparse.cache.offload import IndexerStore
 from hisparse.cache.prefix import ExtraKeys
 from hisparse.config import CacheConfig, host_blocks
 from hisparse.errors import ConfigError, HiSparseError, InvariantError, RequestError, TransferError
@@ -36,6 +37,7 @@ __all__ = [
     "HiSparseWorkerOutput",
     "HostPool",
     "IndexGroup",
+    "IndexerStore",
     "InvariantError",
     "KVCacheLayout",
     "KVCacheManager",
@@ -94,13 +96,19 @@ class CacheSetup:
         """Pages of the host pool incl. its null block; 0 when HiSparse is off."""
         return host_blocks(self.config, self.layout, self.max_model_len)
 
-    def manager(self) -> KVCacheManager:
-        """The scheduler half. Imports no torch. Raises ConfigError with the numbers when a pool is too small."""
+    def manager(self, *, indexer_offload: IndexerStore | None = None) -> KVCacheManager:
+        """The scheduler half. Imports no torch.
+
+        Args:
+            indexer_offload: where indexer pages outlive the device pool; None = nowhere.
+        Raises:
+            ConfigError: a pool is too small, with the numbers.
+        """
         return KVCacheManager(
             self.layout, self.config, num_host_blocks=self.num_host_blocks, max_model_len=self.max_model_len,
             max_seats=self.max_seats, max_query_tokens=self.max_query_tokens, lookahead_tokens=self.lookahead_tokens,
             num_ranks=self.num_ranks, num_host_writers=self.num_ranks if self.config.host_pool == "private" else 1,
-            incarnation=self.incarnation)
+            indexer_offload=indexer_offload, incarnation=self.incarnation)
 
     def worker(self, *, rank: int = 0, device: str = "cpu", host_pool: HostPool | None = None) -> WorkerParts:
         """The worker half of one rank, on `device` ("cpu", "cuda", "cuda:1"): allocates the device pool, pins the host pool.

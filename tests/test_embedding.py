@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -186,8 +188,9 @@ def test_a_reported_error_is_raised_and_the_cpu_has_no_word() -> None:
 class Loop:
     """The smallest engine: rows are random, every row that a batch could select is compared."""
 
-    def __init__(self, setup: hs.CacheSetup, host_pool: hs.HostPool | None = None) -> None:
-        self.setup, self.cache = setup, setup.manager()
+    def __init__(self, setup: hs.CacheSetup, host_pool: hs.HostPool | None = None,
+                 store: hs.IndexerStore | None = None) -> None:
+        self.setup, self.cache = setup, setup.manager(indexer_offload=store)
         self.rank = setup.worker(host_pool=host_pool)
         shape = setup.layout.shape
         self.rows: dict[str, torch.Tensor] = {}
@@ -253,21 +256,47 @@ def test_plain_tables_serve_a_context_that_is_resident() -> None:
     loop.run("a", 6, 1, plain=True)
 
 
-def test_a_rank_that_was_replaced_serves_the_requests_again(tmp_path: Path) -> None:
+class Shelf:
+    """A store of indexer pages that has them at once; no test here looks at their bytes."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def hit(self, keys: Sequence[bytes], first_page: int) -> int:
+        return sum(1 for _ in itertools.takewhile(self.keys.__contains__, keys[first_page:]))
+
+    def plan_store(self, key: bytes, device_block: int) -> bool:
+        self.keys.add(key)
+        return False
+
+
+@pytest.mark.parametrize("store", [None, Shelf()], ids=["no store", "store"])
+def test_a_rank_that_was_replaced_serves_the_requests_again(tmp_path: Path, store: Shelf | None) -> None:
     setup = small_setup()
     pool = hs.HostPool.shared(setup.layout, setup.num_host_blocks, tmp_path / "pool")
-    loop = Loop(setup, hs.HostPool.attach(setup.layout, setup.num_host_blocks, tmp_path / "pool"))
+    loop = Loop(setup, hs.HostPool.attach(setup.layout, setup.num_host_blocks, tmp_path / "pool"), store)
     loop.cache.open("a", range(8), max_tokens=4)
     assert loop.cache.admit("a", loop.cache.prefix("a"), chunk_tokens=8) and loop.cache.allocate("a", 8)
     loop.run("a", 0, 8)
     loop.drain()
+    for key, block in loop.cache.take_sealed_indexer_pages() if store else ():
+        assert store is not None and not store.plan_store(key, block)
+        loop.cache.unpin_indexer([block])
     again = dataclasses.replace(setup, incarnation=setup.incarnation + 1)
     loop.cache.worker_lost(again.incarnation)
     loop.rank = again.worker(host_pool=hs.HostPool.attach(setup.layout, setup.num_host_blocks, tmp_path / "pool"))
     prefix = loop.cache.prefix("a")
-    assert prefix.tokens == 0, "indexer pages were on the device and nowhere else"
-    assert loop.cache.admit("a", prefix, chunk_tokens=8) and loop.cache.allocate("a", 8)
-    loop.run("a", 0, 8)
+    admission = loop.cache.admit("a", prefix, chunk_tokens=8)
+    assert admission is not None
+    if store is None:
+        assert prefix.tokens == 0, "indexer pages were on the device and nowhere else"
+        assert loop.cache.allocate("a", 8)
+        loop.run("a", 0, 8)
+    else:
+        assert prefix.tokens == 8 and len(admission.indexer_keys) == 2
+        assert loop.cache.finish_load("a", failed=False) == 8
+        assert loop.cache.allocate("a", 1)
+        loop.run("a", 7, 1, writes=False)  # its rows are on the host only, and still those that were written
     loop.cache.close("a")
     loop.drain()
     pool.close()
