@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
-    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "metrics",
-    "config", "layout", "types", "errors",
+    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "embedding", "worker", "capacity", "cache", "trace", "ops",
+    "metrics", "config", "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}

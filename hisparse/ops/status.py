@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from hisparse.errors import InvariantError
+
 NO_PAGE = 1
 NO_HOT_BLOCK = 2
 NO_TARGET = 4
@@ -38,3 +43,19 @@ def describe(status: Sequence[int]) -> str | None:
         return None
     found = [text for bit, text in _MEANING.items() if flags & bit] or [f"unknown flags {flags:#x}"]
     return f"{'; '.join(found)} (first: seat {seat}, position {position}, detail {detail})"
+
+
+def new_status(device: str | torch.device) -> Tensor | None:
+    """A clean status word for the batches of a rank; None on the CPU, where operations raise instead."""
+    device = torch.device(device)
+    return None if device.type == "cpu" else torch.zeros(STATUS_WORDS, dtype=torch.int32, device=device)
+
+
+def check_status(status: Tensor | None) -> None:
+    """Waits for the device and raises InvariantError if an operation reported an error: nothing of the step may be used.
+
+    For loops that wait at the end of a step anyway; others bring the word to the host with their tokens and call `describe`.
+    """
+    problem = None if status is None else describe(status.tolist())
+    if problem is not None:
+        raise InvariantError(f"the device reports: {problem}")

@@ -9,6 +9,7 @@ from hisparse.worker.host_pool import HostPool
 from hisparse.worker.indexer_pages import IndexerPages
 from hisparse.worker.peer_writes import PeerWrites
 from hisparse.worker.runtime import HiSparseRuntime
+from hisparse.worker.selected_rows import SelectedRows
 from hisparse.worker.staging import PinnedRing
 from hisparse.worker.stream_copies import StreamCopies
 from hisparse.worker.streams import Mark, Place, StepEvent, Streams
@@ -30,6 +31,7 @@ __all__ = [
     "PinnedRing",
     "Place",
     "RowBatch",
+    "SelectedRows",
     "StepEvent",
     "StreamCopies",
     "Streams",

@@ -57,12 +57,14 @@ class RowBatch:
         is_prefill: bool = False,
         plain_tables: bool = False,
         device: str = "cpu",
+        status: Tensor | None = None,
     ) -> RowBatch:
-        """From Python numbers.
+        """From Python numbers, which on CUDA are uploaded: not inside a graph.
 
         Example: `RowBatch.build([3] * 4, range(8, 12), is_prefill=True)` is a chunk of four tokens of seat 3.
         Raises:
-            InvariantError: lengths differ, or a prefill batch is not consecutive rows of one seat.
+            InvariantError: lengths differ, a prefill batch is not consecutive rows of one seat, or a decode batch on CUDA has
+                several rows of one seat (its kernel would take each for a request of its own).
         """
         n = len(seats)
         flags = [writes] * n if isinstance(writes, bool) else list(writes)
@@ -73,6 +75,10 @@ class RowBatch:
                 "a prefill batch must be consecutive positions of one seat, got "
                 f"seats {sorted(set(seats))}, positions {positions[0]}..{positions[-1]}"
             )
+        live = [seat for seat in seats if seat >= 0]
+        if not is_prefill and not plain_tables and torch.device(device).type == "cuda" and len(set(live)) < len(live):
+            twice = sorted({seat for seat in live if live.count(seat) > 1})
+            raise InvariantError(f"a decode batch on CUDA takes one row of a seat, got several of seats {twice}; split it")
         return cls(
             seats=torch.tensor(list(seats), dtype=torch.int32, device=device),
             positions=torch.tensor(list(positions), dtype=torch.int64, device=device),
@@ -80,6 +86,7 @@ class RowBatch:
             max_len=max(positions, default=-1) + 1,
             prefill_seat=seats[0] if is_prefill else None,
             plain_tables=plain_tables,
+            status=status,
         )
 
     @property

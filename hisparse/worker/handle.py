@@ -7,17 +7,21 @@ from torch import Tensor
 from hisparse import ops
 from hisparse.errors import InvariantError
 from hisparse.layout import KVCacheLayout
+from hisparse.ops import Resolution
 from hisparse.worker.batch import RowBatch
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.history import History
 from hisparse.worker.host_mirrors import HostMirrors
 from hisparse.worker.runtime import HiSparseRuntime
+from hisparse.worker.selected_rows import SelectedRows
 from hisparse.worker.tables import KVTables
 
 
 class HiSparseCacheHandle:
     """Append and attend for one layer. Layers of a forward call in model order, append before attend.
+
+    `attend` is `resolve` and sparse MLA; an engine with an attention of its own calls `resolve` instead.
 
     Holds no mapping of its own: tables, plans and row ids belong to KVTables, HiSparseRuntime and the batch. Stream: the
     current one; on CUDA nothing waits for the device, and a decode batch may be captured in a graph.
@@ -100,10 +104,7 @@ class HiSparseCacheHandle:
             InvariantError: a follower attends before its leader, or a position is neither resident nor on the host (with
                 `batch.status` that is NO_PAGE).
         """
-        found = self._runtime.resolve(self.layer, topk, batch)
-        history, history_ids, copied = None, None, None
-        if found.host_ids is not None and self._history is not None:
-            history, history_ids, copied = self._history.rows(self.layer, topk, found.host_ids, batch)
+        found, history, history_ids, copied = self._find(topk, batch)
         out: Tensor
         out, gathered = self._ops.sparse_mla(
             q,
@@ -118,3 +119,25 @@ class HiSparseCacheHandle:
         if history is not None:
             self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied)
         return out
+
+    def resolve(self, topk: Tensor, batch: RowBatch) -> SelectedRows:
+        """Where the rows that `topk` names are, once per layer and batch. Copies what is neither resident nor hot.
+
+        Args: as `attend`.
+        Stream: the current one, as `attend`; a decode batch may be captured.
+        Raises:
+            InvariantError: as `attend`.
+        """
+        found, history, history_ids, copied = self._find(topk, batch)
+        if history_ids is not None:
+            self._counters.add("prefill_host_rows", batch.seats, (history_ids >= 0).sum(1) if copied is None else copied)
+        # a follower lies behind its leader in a block, so that the leader's ids serve when counting starts there
+        rows = self._view.rows[self._view.row_offset - found.row_offset :]
+        return SelectedRows(rows=rows, row_ids=found.row_ids, host_rows=history, host_ids=history_ids)
+
+    def _find(self, topk: Tensor, batch: RowBatch) -> tuple[Resolution, Tensor | None, Tensor | None, Tensor | None]:
+        """The resolution, and for history that only the host has its rows, their ids and how many were copied."""
+        found = self._runtime.resolve(self.layer, topk, batch)
+        if found.host_ids is None or self._history is None:
+            return found, None, None, None
+        return found, *self._history.rows(self.layer, topk, found.host_ids, batch)

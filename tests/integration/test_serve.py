@@ -111,6 +111,18 @@ def test_streams(service: Service) -> None:
     assert asked.is_answer(chat.choices[0].message.content or "")
 
 
+def test_the_quick_start_asks_and_watches(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests import quickstart
+
+    answers = {command: quickstart.run_client(command, service.url) for command in quickstart.commands("client")}
+    chat = next(answer for command, answer in answers.items() if "chat/completions" in command)
+    assert "4921" in chat, chat  # an answer does not repeat its prompt
+    assert all("ok" in answer for answer in answers.values() if answer is not chat), answers
+    (snippet,) = quickstart.blocks("python")
+    exec(compile(snippet.replace(quickstart.URL, service.url), "quickstart.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == "7305"
+
+
 def test_choices_stop_and_logprobs(service: Service) -> None:
     asked = document(2, 300)
     several = ask(service, asked.prompt, n=3)
