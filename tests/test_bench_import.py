@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_import
-from benchmarks.imports.engines import Engine
+from hisparse.bench import pd_import as bench_import
+from hisparse.bench.imports.engines import Engine
 
 
 def test_every_path_gives_a_number(tmp_path: Path) -> None:

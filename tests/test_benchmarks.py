@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_control_plane
-from benchmarks.report import Row, table
+from hisparse.bench import scheduling as bench_control_plane
+from hisparse.bench.report import Row, table
 
 CASES = {
     "steady decode 2x2k", "steady decode, hot_rows_max=hot_rows 2x2k", "steady decode, regions growing 2x2k",

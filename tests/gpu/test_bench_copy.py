@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_case_gives_a_number(tmp_path: Path) -> None:
-    from benchmarks import bench_copy
+    from hisparse.bench import copies as bench_copy
 
     path = tmp_path / "copy.jsonl"
     assert bench_copy.main(["--quick", "--json", str(path)]) == 0
@@ -23,7 +23,7 @@ def test_every_case_gives_a_number(tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.data_plane import pages
+    from hisparse.bench.data_plane import pages
     from hisparse.ops.cuda.pages import PageCopier
 
     monkeypatch.setattr(PageCopier, "spill", lambda self, pages: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import bench_indexer
+from hisparse.bench import indexer as bench_indexer
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops import cuda, reference
 from hisparse.ops.cuda.indexer import MAX_ROWS

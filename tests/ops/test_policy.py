@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bench_policy
-from benchmarks.bench_policy import FACTOR, SIZES, SLACK, SUMMED
+from hisparse.bench import policy as bench_policy
+from hisparse.bench.policy import FACTOR, SIZES, SLACK, SUMMED
 from hisparse.trace.policies import FIFO, LRU, Belady
 from hisparse.trace.selection import LAYER_TYPES, Order, SelectionModel
 from hisparse.trace.shipped import Shipped

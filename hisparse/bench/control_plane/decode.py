@@ -7,9 +7,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.control_plane.context import Collections, Context, K, p90, size
-from benchmarks.control_plane.rig import BLOCK, MAX_MODEL_LEN, PHASES, Load, Rig, difference
-from benchmarks.report import Row
+from hisparse.bench.control_plane.context import Collections, Context, K, p90, size
+from hisparse.bench.control_plane.rig import BLOCK, MAX_MODEL_LEN, PHASES, Load, Rig, difference
+from hisparse.bench.report import Row
 
 
 def steady(context: Context) -> list[Row]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.data_plane.gpu import Times, device_us, graph_of
-from benchmarks.report import Row
+from hisparse.bench.data_plane.gpu import Times, device_us, graph_of
+from hisparse.bench.report import Row
 from hisparse.ops import reference
 from hisparse.ops.cuda.append import append_rows
 from tests.gpu.host_memory import HostMemory

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from hisparse.bench import report
 
 
 def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 5, repeats: int = 7) -> list[float]:

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.imports.engines import Engine, Setup, serve
-from benchmarks.report import Row
+from hisparse.bench.imports.engines import Engine, Setup, serve
+from hisparse.bench.report import Row
 from hisparse.pd.generations import GENERATION_BYTES
 from hisparse.pd.importer import copy_now
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport

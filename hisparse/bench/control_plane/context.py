@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.control_plane.rig import LAYOUTS, MAX_MODEL_LEN, Load
-from benchmarks.report import Row, Yardsticks
+from hisparse.bench.control_plane.rig import LAYOUTS, MAX_MODEL_LEN, Load
+from hisparse.bench.report import Row, Yardsticks
 from hisparse.layout import KVCacheLayout
 
 BAR_FACTOR = {"glm-5.2": 1.0, "deepseek-v3.2": 2.5}

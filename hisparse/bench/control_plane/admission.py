@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.control_plane.context import Context, K, Stopwatch, size
-from benchmarks.control_plane.rig import BLOCK, Rig, make_manager, prompt, region_blocks
-from benchmarks.report import Row
+from hisparse.bench.control_plane.context import Context, K, Stopwatch, size
+from hisparse.bench.control_plane.rig import BLOCK, Rig, make_manager, prompt, region_blocks
+from hisparse.bench.report import Row
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.types import Landing
 

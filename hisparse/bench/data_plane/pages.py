@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.data_plane.gpu import PAUSE_CYCLES, cpu_us, device_us, graph_of
-from benchmarks.report import Row
+from hisparse.bench.data_plane.gpu import PAUSE_CYCLES, cpu_us, device_us, graph_of
+from hisparse.bench.report import Row
 from hisparse.layout import KVCacheLayout, ModelShape
 from hisparse.ops.cuda.module import kernel
 from hisparse.ops.cuda.pages import LIST_WORDS, THREADS, UNROLL, PageCopier

@@ -11,9 +11,9 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-from benchmarks.control_plane.context import Context, K, size
-from benchmarks.control_plane.rig import LAYOUTS, Load, Rig
-from benchmarks.report import ROOT, Row
+from hisparse.bench.control_plane.context import Context, K, size
+from hisparse.bench.control_plane.rig import LAYOUTS, Load, Rig
+from hisparse.bench.report import ROOT, Row
 
 MB = 1e6
 
