@@ -2,7 +2,7 @@
 
 import sys
 
-from hisparse.bench.scheduling import main
+from hisparse.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(["bench", "control-plane", *sys.argv[1:]])

@@ -2,7 +2,7 @@
 
 import sys
 
-from hisparse.bench.indexer import main
+from hisparse.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(["bench", "indexer", *sys.argv[1:]])

@@ -1,7 +1,5 @@
 """Sparse MLA on one GPU at the real widths (latent 512, rope 64, top-k 2,048), against this machine's own ceilings.
 
-    python -m benchmarks.bench_attention [--json PATH] [--check] [--batch N ...] [--heads H ...] [--rows bf16|fp8 ...]
-
 Each number is the median of CUDA graph replays, each graph a rotation of calls over different entries and queries so that
 at least 64 MiB of rows lie between two uses of one. Ceiling of a case: the longer of its gather (the best of a few plain
 Triton kernels that read the same rows by the same ids and add them up) and its arithmetic at the rate of a large dense
@@ -12,19 +10,18 @@ chooses. An answer that differs from float64 by more than rounding ends the run.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hisparse.bench import report
+from hisparse.bench.catalogue import need_gpu
+from hisparse.bench.progress import Progress
+from hisparse.errors import HiSparseError
 from hisparse.ops.cuda import attention, attention_flash_mla
 
 LATENT, ROPE, TOP_K = 512, 64, 2048
@@ -35,16 +32,6 @@ BAR_OVER_CEILING, BAR_FROM_BATCH = 1.8, 16
 EARLIER_TRITON_US = {1: 12.0, 16: 38.0, 64: 104.0}
 """An earlier split-K Triton kernel, bfloat16 rows, 64 heads (H200, 2026-11-30); not to be slower."""
 BAR_OVER_FLASH_MLA = 1.5
-
-
-@triton.jit
-def gather_kernel(words, ids, out, k, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, ROWS: tl.constexpr):
-    """Adds up ROWS named rows of WIDTH 32-bit words: the reads of attention without its arithmetic."""
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(ids + tl.program_id(1) * k + entry).to(tl.int64)
-    d = tl.arange(0, WIDTH_P)
-    value = tl.load(words + row[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0)
-    tl.store(out + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)), tl.sum(tl.sum(value, 1), 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +122,15 @@ def _rotated(data: Data, attend: Callable[[Tensor, Tensor], object]) -> tuple[fl
 
 
 def gather_us(data: Data) -> float:
-    """The best of several shapes of `gather_kernel` on the same rows and entries."""
+    """The best of several shapes of a plain gather of the same rows and entries."""
+    from hisparse.ops.cuda.gather_floor import gather_sums  # Triton
+
     words = data.rows.view(torch.int32)
-    batch, width = data.ids[0].shape[0], words.shape[1]
-    found = []
+    batch, found = data.ids[0].shape[0], []
     for rows, warps in ((4, 4), (8, 4), (16, 8)):
         out = torch.empty(batch * TOP_K // rows, dtype=torch.int32, device="cuda")
-        found.append(median_us([lambda i=i, r=rows, w=warps, o=out: gather_kernel[(TOP_K // r, batch)](
-            words, i, o, TOP_K, WIDTH=width, WIDTH_P=triton.next_power_of_2(width), ROWS=r, num_warps=w)
-            for i in data.ids], repeats=5)[0])
+        calls = [partial(gather_sums, words, ids, out, rows=rows, warps=warps) for ids in data.ids]
+        found.append(median_us(calls, repeats=5)[0])
     return min(found)
 
 
@@ -167,7 +154,8 @@ def relative_error(data: Data, launch: attention.Launch | None = None, rows: int
     return float((out[:rows].double() - want).norm() / want.norm())
 
 
-def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str]) -> list[report.Row]:
+def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str], progress: Progress) -> list[report.Row]:
+    progress.expect(len(batches) * len(heads) * len(kinds))
     tflops = dense_tflops()
     found = [report.Row(case="dense bfloat16 product, 8192", value=tflops, unit="TFLOP/s")]
     for kind in kinds:
@@ -177,7 +165,7 @@ def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str]) 
                 data = make_data(rows, batch, num_heads)
                 wrong = relative_error(data)
                 if not wrong < 6e-3:
-                    raise SystemExit(f"{kind}, {num_heads} heads, batch {batch}: relative error {wrong:.2e}; no number")
+                    raise HiSparseError(f"{kind}, {num_heads} heads, batch {batch}: relative error {wrong:.2e}; no number")
                 value, best, worst = attention_us(data)
                 gather = gather_us(data)
                 bytes_moved = batch * TOP_K * rows.stride(0) * rows.element_size()
@@ -191,7 +179,7 @@ def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str]) 
                                                 attention.device_facts(rows.device), clustered=True)
                 cluster_wrong = relative_error(data, cluster)
                 if not cluster_wrong < 6e-3:
-                    raise SystemExit(f"cluster kernel, {kind}, {num_heads} heads, batch {batch}: error {cluster_wrong:.2e}")
+                    raise HiSparseError(f"cluster kernel, {kind}, {num_heads} heads, batch {batch}: error {cluster_wrong:.2e}")
                 bars = [BAR_OVER_CEILING * ceiling] if batch >= BAR_FROM_BATCH else []
                 if kind == "bf16" and num_heads == 64 and batch in EARLIER_TRITON_US:
                     bars.append(EARLIER_TRITON_US[batch])
@@ -207,26 +195,17 @@ def measure(batches: Sequence[int], heads: Sequence[int], kinds: Sequence[str]) 
                     case=f"{kind} rows, {num_heads} heads, batch {batch}", value=value, unit="us", best=best, max=worst,
                     bar=min(bars, default=None), yardstick=(ceiling, "gathers" if gather >= math else "products"),
                     detail=detail))
-                print(found[-1].case, f"{value:.1f} us", file=sys.stderr, flush=True)
+                progress.step(f"{found[-1].case}: {value:.1f} us")
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_attention", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
-    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS)
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench_attention needs a CUDA device", file=sys.stderr)
-        return 2
-    header = report.facts("bench_attention")
-    rows = measure(args.batch, args.heads, args.rows)
-    return report.finish(header, rows, path=args.json, check=args.check)
+def run(*, batches: Sequence[int] = (), heads: Sequence[int] = (), row_kinds: Sequence[str] = (),
+        progress: Progress | None = None) -> report.Result:
+    """`batches`: requests. `heads`: of a rank. `row_kinds`: bf16, fp8. Each empty: all of the design.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        HiSparseError: no CUDA device, or a wrong answer. ConfigError: unknown kind of rows.
+    """
+    kinds = report.chosen("--rows", row_kinds, ROWS)
+    need_gpu("attention")
+    return report.facts("attention"), measure(batches or BATCHES, heads or HEADS, kinds, progress or Progress())

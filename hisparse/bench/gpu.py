@@ -1,4 +1,4 @@
-"""Timing launches on a GPU: what each adds to a graph, with cold caches before it, and the floors to compare it with."""
+"""Timing launches on a GPU: what each adds to a graph, with cold caches before it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from hisparse.ops.cuda.module import Kernel
 
 FLUSH_BYTES = 160 << 20
 """More than the L2 holds (50 to 60 MB on Hopper)."""
@@ -80,28 +78,3 @@ class ColdTimer:
                 found.append(begin.elapsed_time(end) * 1e3)
         without = statistics.median(times[0][1:])
         return [(value - without) / len(launches) for value in times[1][1:]]
-
-
-FLOORS = r"""
-extern "C" __global__ void nothing() {}
-extern "C" __global__ void lookup_floor(const int* topk, long long k, const int* seats, const int* resident, long long pages,
-                                        const short* slots, long long positions, const int* blocks, long long num_blocks,
-                                        int* out) {
-    const long long n = blockIdx.y, c = blockIdx.x * 256ll + threadIdx.x;
-    const int seat = seats[n];
-    if (c >= k) return;
-    const int p = topk[n * k + c];
-    const int block = resident[seat * pages + (p >> 6)], slot = slots[seat * positions + p];
-    if (block <= 0 && slot >= 0) out[n * k + c] = blocks[seat * num_blocks + (slot >> 6)] * 64 + (slot & 63);
-    else out[n * k + c] = block > 0 ? block * 64 + (p & 63) : -1;
-}
-"""
-
-
-def floor_kernels() -> dict[str, Kernel]:
-    """`nothing()`, and `lookup_floor`: the two table reads that any resolver makes, and no more. By name."""
-    import cupy
-
-    module = cupy.RawModule(code=FLOORS, options=("-std=c++17",), backend="nvrtc")
-    loaded = {name: module.get_function(name).kernel for name in ("nothing", "lookup_floor")}
-    return {name: Kernel(function.ptr, name, torch.cuda.current_device(), owner=function) for name, function in loaded.items()}

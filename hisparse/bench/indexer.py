@@ -1,23 +1,20 @@
 """The lightning indexer on the GPU: scores, exact top-k and both, at GLM-5.2's shape (32 heads x 128, bfloat16 keys).
 
-    python -m benchmarks.bench_indexer [--quick] [--json PATH] [--check]
-
 Bars: what a Triton indexer over contiguous keys with an unsorted top-k took on the same GPU, one input repeated; here inputs
 rotate, so that keys come from memory. A wrong selection ends the run without a number.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hisparse.bench import device, report
+from hisparse.bench.catalogue import need_gpu
+from hisparse.bench.progress import Progress
 from hisparse.ops.cuda.indexer import index_scores, index_topk
 from hisparse.ops.cuda.topk import select_topk
 
@@ -142,31 +139,26 @@ def prefill_rows(rig: Rig, ceilings: device.Ceilings, num: int, length: int) -> 
     return [device.row(f"both, chunk of {num} at {length // 1024}k", times, ceiling_us=flops / ceilings.bf16_flops_per_s * 1e6)]
 
 
-def measure(*, quick: bool) -> tuple[dict[str, object], list[report.Row]]:
+def measure(rig: Rig, ceilings: device.Ceilings, quick: bool, progress: Progress) -> list[report.Row]:
+    if quick:
+        cases = [partial(decode_rows, rig, ceilings, 2, 4096), partial(graph_rows, rig, 2, 1024, 8192),
+                 partial(prefill_rows, rig, ceilings, 20, 4096)]
+    else:
+        cases = [partial(decode_rows, rig, ceilings, num, length) for length in (32768, 131072) for num in (1, 16, 64)]
+        cases += [partial(graph_rows, rig, num, length, 1 << 20) for length in (1024, 8192) for num in (1, 64)]
+        cases += [partial(prefill_rows, rig, ceilings, 1024, length) for length in (32768, 131072)]
+    progress.expect(len(cases))
+    rows = []
+    for case in cases:
+        rows += case()
+        progress.step(f"{rows[-1].case}: {rows[-1].value:.1f} us")
+    return rows
+
+
+def run(*, quick: bool = False, progress: Progress | None = None) -> report.Result:
+    """`quick`: a tiny size, no bars: a smoke test. Raises HiSparseError: no CUDA device."""
+    need_gpu("indexer")
     torch.manual_seed(0)
     ceilings = device.Ceilings.measure(quick=quick)
-    rig = Rig((64 << 20) if quick else MAX_POOL_BYTES)
-    if quick:
-        rows = [*decode_rows(rig, ceilings, 2, 4096), *graph_rows(rig, 2, 1024, 8192), *prefill_rows(rig, ceilings, 20, 4096)]
-        return device.facts("bench_indexer", ceilings), rows
-    rows = [made for length in (32768, 131072) for num in (1, 16, 64) for made in decode_rows(rig, ceilings, num, length)]
-    for num, length in ((1, 1024), (64, 1024), (1, 8192), (64, 8192)):
-        rows += graph_rows(rig, num, length, 1 << 20)
-    for num, length in ((1024, 32768), (1024, 131072)):
-        rows += prefill_rows(rig, ceilings, num, length)
-    return device.facts("bench_indexer", ceilings), rows
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_indexer", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny size: a smoke test")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    args = parser.parse_args(argv)
-    header, rows = measure(quick=args.quick)
-    return report.finish(header, rows, path=args.json, check=args.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rows = measure(Rig((64 << 20) if quick else MAX_POOL_BYTES), ceilings, quick, progress or Progress())
+    return device.facts("indexer", ceilings), rows

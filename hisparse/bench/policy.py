@@ -1,7 +1,5 @@
 """Misses of the hot region's replacement policy against LRU, FIFO, LFU, random and Belady's optimum.
 
-    python -m benchmarks.bench_policy [--quick] [--order NAME] [--seeds N] [--json PATH] [--check]
-
 Selections come from `hisparse.trace.selection`, "ours" is the shipped state machine driven through `resolve`, row by row.
 Bars: at most 1.05 x exact LRU + 10 rows per step for each kind of layer and size, and at 4,096 rows fewer than LRU summed
 over the kinds. Exit code 1 with --check if a bar is missed. Nothing is timed.
@@ -9,14 +7,12 @@ over the kinds. Exit code 1 with --check if a bar is missed. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hisparse.bench import report
+from hisparse.bench.progress import Progress
 from hisparse.trace.policies import FIFO, LFU, LRU, Belady, Policy, Random
 from hisparse.trace.selection import LAYER_TYPES, Order, SelectionModel
 from hisparse.trace.shipped import Shipped
@@ -75,22 +71,18 @@ def measure(orders: Sequence[Order], run: Run, *, bars: bool) -> Iterator[report
                          unit="misses/step", bar=summed["lru"] if bars else None, yardstick=(summed["lru"], "x LRU"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_policy", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps, no bars: a smoke test")
-    parser.add_argument("--order", choices=[order.value for order in Order], action="append", metavar="NAME",
-                        help=f"one of {', '.join(order.value for order in Order)}; default all")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each cell, averaged (default 2)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    args = parser.parse_args(argv)
-    run = Run(warm=4, steps=8, seeds=1) if args.quick else Run(warm=140, steps=340, seeds=args.seeds)
-    orders = [Order(name) for name in args.order] if args.order else list(Order)
-    header = report.facts("bench_policy", report.Yardsticks.measure(repeats=1))
-    rows = list(measure(orders, run, bars=not args.quick))
-    return report.finish(header, rows, path=args.json, check=args.check)
+def run(*, quick: bool = False, orders: Sequence[str] = (), seeds: int = 2, progress: Progress | None = None) -> report.Result:
+    """`quick`: a few steps, no bars. `orders`: of a step's positions. `seeds`: runs of each cell, averaged.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        ConfigError: unknown order.
+    """
+    progress = progress or Progress()
+    chosen = [Order(name) for name in report.chosen("--order", orders, [order.value for order in Order])]
+    length = Run(warm=4, steps=8, seeds=1) if quick else Run(warm=140, steps=340, seeds=seeds)
+    header, rows = report.facts("policy", report.Yardsticks.measure(repeats=1)), []
+    progress.expect(len(chosen) * (1 + len(KINDS) * len(SIZES)))
+    for row in measure(chosen, length, bars=not quick):
+        rows.append(row)
+        progress.step(f"{row.case}: {row.value:,.0f}")
+    return header, rows

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from hisparse.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 COLUMNS = ("case", "value", "unit", "bar", "value/bar", "yardsticks", "best", "p90", "max", "ok")
 
 
@@ -120,6 +125,10 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+Result = tuple[dict[str, Any], list[Row]]
+"""Facts of a run, and its rows."""
+
+
 def table(rows: Sequence[Row]) -> str:
     """An aligned table that is also valid Markdown."""
     lines = [COLUMNS, *(row.cells() for row in rows)]
@@ -146,7 +155,7 @@ def facts(bench: str, yardsticks: Yardsticks | None = None) -> dict[str, Any]:
     return {
         "bench": bench, "date": time.strftime("%Y-%m-%d"), "hardware": f"{_cpu_model()}, {os.cpu_count()} cores", **gpu,
         "python": platform.python_version(), "commit": _commit(),
-        "command": " ".join([Path(sys.executable).name, "-m", f"benchmarks.{bench}", *sys.argv[1:]]),
+        "command": shlex.join(["hisparse", *sys.argv[1:]]),
         "load_average": os.getloadavg()[0], **host,
     }
 
@@ -166,18 +175,17 @@ def write(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     path.with_suffix(".md").write_text(f"# {header['bench']}\n\n{head}\n\n{table(rows)}\n\n{details(rows)}\n")
 
 
-def finish(header: dict[str, Any], rows: Sequence[Row], *, path: Path | None, check: bool) -> int:
-    """Prints facts, table and details, writes them to `path` if there is one, and gives the exit code: 1 when `check` is asked
-    for and a bar is missed."""
-    print("\n".join(f"{name}: {value}" for name, value in header.items()))
-    print(f"\n{table(rows)}\n\n{details(rows)}")
-    if path:
-        write(path, header, rows)
-    missed = [row.case for row in rows if row.ok is False]
-    if check and missed:
-        print(f"missed: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Cases whose bar was not reached."""
+    return [row.case for row in rows if row.ok is False]
+
+
+def chosen(option: str, given: Sequence[str], known: Collection[str]) -> list[str]:
+    """The given names, or all that are known. Raises ConfigError for another one; lists them."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{option} {name}: there are {', '.join(known)}")
+    return list(dict.fromkeys(given)) or list(known)
 
 
 def _cpu_model() -> str:
@@ -190,9 +198,13 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """HISPARSE_COMMIT where the tree travelled without its history."""
+    """HISPARSE_COMMIT where the tree travelled without its history; the version where hisparse is installed without a tree."""
     if os.environ.get("HISPARSE_COMMIT"):
         return os.environ["HISPARSE_COMMIT"]
+    if not (ROOT / ".git").exists():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"hisparse {metadata.version('hisparse')}, installed"
+        return "unknown"
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

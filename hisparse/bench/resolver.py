@@ -1,7 +1,5 @@
 """The fused resolver against its floors: launch, table look-up, and a copy-only launch of the same misses.
 
-    python -m benchmarks.bench_resolve [--quick] [--tune] [--only main|resident|locality] [--json PATH] [--check]
-
 One layer call of an index-group leader in a CUDA graph; top_k 2,048, context 131,072; L2 and translations of host memory
 cold before each launch, inputs rotated, top-k in random order. The host pool is scattered in 64-row blocks over `span` GiB.
 A case whose row ids, rows or misses are wrong gives no number. Exit code 1 with --check if a bar is missed.
@@ -9,21 +7,21 @@ A case whose row ids, rows or misses are wrong gives no number. Exit code 1 with
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hisparse.bench import gpu, report
+from hisparse.bench.catalogue import need_gpu
+from hisparse.bench.progress import Progress
 from hisparse.ops import HotState, cuda
+from hisparse.ops.cuda.floors import floor_kernels
 from hisparse.ops.cuda.module import Kernel
 from hisparse.ops.cuda.resolve import Geometry
 from hisparse.testing.pinned_alias import alias_on_cuda
@@ -158,16 +156,18 @@ def launch_floor(timer: gpu.ColdTimer, floors: dict[str, Kernel]) -> float:
     return statistics.median(timer.us([lambda: floors["nothing"]((1,), 32, ())] * 8))
 
 
-def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.Row]:
-    rows, floors = [], gpu.floor_kernels()
+def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool, progress: Progress) -> list[report.Row]:
+    rows, floors = [], floor_kernels()
     empty = launch_floor(timer, floors)
     rows.append(report.Row(case="launch floor", value=empty, unit="us"))
     shapes = [(656, 4096)] if quick else list(itertools.product((656, 1152), (4096, 6144)))
-    for (row_bytes, hot), batch in itertools.product(shapes, (1, 16, 256) if quick else BATCHES):
+    batches, shares = ((1, 16, 256), (0.0, 0.02, 0.10, 1.0)) if quick else (BATCHES, SHARES)
+    progress.expect(len(shapes) * len(batches) * len(shares))
+    for (row_bytes, hot), batch in itertools.product(shapes, batches):
         span_rows = pool.numel() // row_bytes // BLOCK * BLOCK
         bench = Bench(batch, row_bytes, hot, pool, span_rows)
         floor = lookup_floor(bench, timer, floors, 5)
-        for share in (0.0, 0.02, 0.10, 1.0) if quick else SHARES:
+        for share in shares:
             misses = round(share * TOP_K)
             got = bench.measure(timer, misses, launches=8 if misses < 205 else 4,
                                 replays=3 if batch * misses > 50_000 else 25 if batch * misses < 1000 else 9)
@@ -183,11 +183,11 @@ def main_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.R
                 detail={"misses_seen": got["misses"], "copy_us": copy, "lookup_us": floor, "launch_us": empty,
                         "gb_per_s": got["misses"] * batch * row_bytes / got["us"] / 1e3,
                         **({"warm_us": got["warm_us"]} if "warm_us" in got else {})}))
-            print(rows[-1].cells(), f"copy {copy:.1f} floor {floor:.1f} seen {got['misses']:.0f}", file=sys.stderr, flush=True)
+            progress.step(f"{rows[-1].case}: {got['us']:.1f} us, copy {copy:.1f}, floor {floor:.1f}, seen {got['misses']:.0f}")
     return rows
 
 
-def resident_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.Row]:
+def resident_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool, progress: Progress) -> list[report.Row]:
     """Nothing is hot: every page is resident, requests have no region."""
     rows = []
     for batch in (1, 16, 64, 256):
@@ -206,7 +206,7 @@ def resident_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[repo
     return rows
 
 
-def locality_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool) -> list[report.Row]:
+def locality_cases(pool: Tensor, timer: gpu.ColdTimer, quick: bool, progress: Progress) -> list[report.Row]:
     """Host blocks in extents within the span that the requests need, against the same misses scattered over the pool."""
     rows, row_bytes = [], 656
     for batch, span in ((16, 2.0), (64, 5.1)):
@@ -246,31 +246,22 @@ def tune(pool: Tensor, timer: gpu.ColdTimer) -> None:
 CASES = {"main": main_cases, "resident": resident_cases, "locality": locality_cases}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_resolve", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--tune", action="store_true", help="compare launch geometries instead")
-    parser.add_argument("--only", choices=list(CASES), action="append")
-    parser.add_argument("--span-gib", type=float, default=16.0, help="host pool of the main cases")
-    parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench_resolve needs a CUDA device; torch sees none", file=sys.stderr)
-        return 2
-    header = report.facts("bench_resolve")
-    pool = alias_on_cuda(torch.empty(int(args.span_gib * GIB), dtype=torch.uint8, pin_memory=True))
+def run(*, quick: bool = False, only: Sequence[str] = (), span_gib: float = 16.0, tuning: bool = False,
+        progress: Progress | None = None) -> report.Result:
+    """`quick`: fewer cases. `span_gib`: host pool of the main cases. `tuning`: prints times of launch geometries instead.
+
+    Raises:
+        HiSparseError: no CUDA device. ConfigError: unknown case.
+    """
+    names = report.chosen("--only", only, CASES)
+    need_gpu("resolver")
+    header = report.facts("resolver")
+    pool = alias_on_cuda(torch.empty(int(span_gib * GIB), dtype=torch.uint8, pin_memory=True))
     for part in pool.split(1 << 30):
         part.view(torch.int64).random_()
     other = alias_on_cuda(torch.zeros((2 << 30) // 4096, 4096, dtype=torch.uint8, pin_memory=True))
     timer = gpu.ColdTimer(other)
-    if args.tune:
+    if tuning:
         tune(pool, timer)
-        return 0
-    rows = [row for name in args.only or list(CASES) for row in CASES[name](pool, timer, args.quick)]
-    return report.finish(header, rows, path=args.json, check=args.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return header, []
+    return header, [row for name in names for row in CASES[name](pool, timer, quick, progress or Progress())]

@@ -1,25 +1,21 @@
 """Scheduler side of the cache at real shapes: decode steps, admission, page keys, spills, memory.
 
-    python -m benchmarks.bench_control_plane [--quick] [--shape NAME] [--only NAME] [--json PATH] [--check]
-
 Uses nothing but the public `KVCacheManager`. Exit code 1 with --check if a bar is missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hisparse.bench import report
 from hisparse.bench.control_plane import admission, decode, memory, transfers
 from hisparse.bench.control_plane.context import Context
 from hisparse.bench.control_plane.rig import LAYOUTS
+from hisparse.bench.progress import Progress
 
 CASES: dict[str, Callable[[Context], list[report.Row]]] = {
     "steady": decode.steady,
@@ -37,15 +33,21 @@ CASES: dict[str, Callable[[Context], list[report.Row]]] = {
 }
 
 
-def measure(shapes: Sequence[str], names: Sequence[str], *, quick: bool) -> tuple[dict[str, object], list[report.Row]]:
-    """Facts of the run, and the rows of the named cases on each shape.
+def run(*, shapes: Sequence[str] = (), only: Sequence[str] = (), quick: bool = False,
+        progress: Progress | None = None) -> report.Result:
+    """Facts of the run, and the rows of the named cases on each shape; empty: all. `quick`: tiny sizes, no bars.
 
     The yardsticks are measured anew before and after every case, for others may use the machine; a row is compared with
     the one before.
+
+    Raises:
+        ConfigError: unknown shape or case.
     """
-    repeats = 1 if quick else 5
+    shapes, names = report.chosen("--shape", shapes, LAYOUTS), report.chosen("--only", only, CASES)
+    progress, repeats = progress or Progress(), 1 if quick else 5
+    progress.expect(len(shapes) * len(names))
     before = report.Yardsticks.measure(repeats)
-    header = report.facts("bench_control_plane", before)
+    header = report.facts("control-plane", before)
     rows: list[report.Row] = []
     for shape in shapes:
         for name in names:
@@ -55,9 +57,8 @@ def measure(shapes: Sequence[str], names: Sequence[str], *, quick: bool) -> tupl
             around = {"lookup_ns_before": before.lookup_ns, "lookup_ns_after": after.lookup_ns,
                       "cold_lookup_ns_before": before.cold_lookup_ns, "cold_lookup_ns_after": after.cold_lookup_ns}
             rows += [replace(row, around=around) for row in found]
-            print(f"{shape} {name}: {time.perf_counter() - start:.1f} s; ns per lookup {before.lookup_ns:.1f} before, "
-                  f"{after.lookup_ns:.1f} after; cold {before.cold_lookup_ns:.1f}, {after.cold_lookup_ns:.1f}",
-                  file=sys.stderr, flush=True)
+            progress.step(f"{shape} {name}: {time.perf_counter() - start:.1f} s; ns per lookup {before.lookup_ns:.1f} before, "
+                          f"{after.lookup_ns:.1f} after; cold {before.cold_lookup_ns:.1f}, {after.cold_lookup_ns:.1f}")
             before = after
     return header, rows
 
@@ -72,26 +73,3 @@ def profile(shape: str, *, quick: bool) -> None:
         rig.step()
     profiler.disable()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(20)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_control_plane", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every measurement at a tiny size, no bars: a smoke test")
-    parser.add_argument("--shape", choices=[*LAYOUTS, "all"], default="all")
-    parser.add_argument("--only", choices=list(CASES), action="append", metavar="NAME", help=f"one of {', '.join(CASES)}")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    parser.add_argument("--profile", action="store_true", help="profile the steady step instead of measuring")
-    args = parser.parse_args(argv)
-    shapes = list(LAYOUTS) if args.shape == "all" else [args.shape]
-    if args.profile:
-        for shape in shapes:
-            profile(shape, quick=args.quick)
-        return 0
-    header, rows = measure(shapes, args.only or list(CASES), quick=args.quick)
-    return report.finish(header, rows, path=args.json, check=args.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

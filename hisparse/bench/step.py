@@ -1,7 +1,5 @@
 """What HiSparse costs while everything is resident: decode steps with mirroring, against the same engine with HiSparse off.
 
-    python -m benchmarks.bench_step [--layers N] [--json PATH] [--check]
-
 GLM-5.2's shapes with random bfloat16 weights (dense MLP of width 2,048, a few experts in the last layer), one captured graph
 a batch size. A step is what a rank does: the worker's command (mirrors of all seats; with HiSparse off its tables stay), the
 graph, the worker's output, the wait for the tokens. Both engines take turns, so that drift hits both. Exit code 1 with --check
@@ -10,18 +8,16 @@ if a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hisparse.bench import report
+from hisparse.bench.catalogue import need_gpu
+from hisparse.bench.progress import Progress
 from hisparse.config import CacheConfig
 from hisparse.engine.model_runner import ModelRunner
 from hisparse.engine.models.experts import use_capturable_experts
@@ -113,7 +109,8 @@ class Engine:
         return time.perf_counter() - start
 
 
-def measure(layers: int) -> list[report.Row]:
+def measure(layers: int, progress: Progress) -> list[report.Row]:
+    progress.expect(len(CASES))
     network, shape = glm(layers)
     rows = []
     for batch, context, bar in CASES:
@@ -130,7 +127,7 @@ def measure(layers: int) -> list[report.Row]:
             case=f"B={batch} context={context} layers={layers}: on over off", value=on / off - 1, unit="share", bar=bar,
             detail={"off_ms": off * 1e3, "on_ms": on * 1e3, "off_best_ms": min(times[False]) * 1e3,
                     "on_best_ms": min(times[True]) * 1e3}))
-        print(rows[-1].cells(), rows[-1].detail, file=sys.stderr, flush=True)
+        progress.step(f"B={batch} context={context}: {off * 1e3:.2f} ms without, {on * 1e3:.2f} ms with mirrors")
         worker = engines[True].parts.worker
         assert worker is not None
         worker.shutdown()
@@ -139,19 +136,7 @@ def measure(layers: int) -> list[report.Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_step", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=78)
-    parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench_step needs a CUDA device; torch sees none", file=sys.stderr)
-        return 2
-    header, rows = report.facts("bench_step"), measure(args.layers)
-    return report.finish(header, rows, path=args.json, check=args.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(*, layers: int = 78, progress: Progress | None = None) -> report.Result:
+    """`layers`: of the network. Raises HiSparseError: no CUDA device."""
+    need_gpu("step")
+    return report.facts("step"), measure(layers, progress or Progress())

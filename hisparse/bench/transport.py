@@ -1,28 +1,24 @@
 """READs between two processes over NIXL under several UCX settings, beside a memcpy of the same bytes; and notices.
 
-    python -m benchmarks.bench_transport [--quick] [--json PATH]
-
 2,048 pages of 64 rows of 656 bytes are read in a random order (a descriptor a page) and as one run. A READ is timed from its
 post until the poll that saw its end, and every byte is compared before a number is given. A notice is timed one way.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import multiprocessing as mp
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 
 from hisparse.bench import report
+from hisparse.bench.progress import Progress
 
 PAGE_BYTES, PAGES = 64 * 656, 2048
 
@@ -147,16 +143,13 @@ def measure(pages: int, repeats: int) -> Iterator[report.Row]:
                 process.join()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_transport", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few pages, two repeats: a smoke test")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="one JSON object a line; a table goes beside it (.md)")
-    args = parser.parse_args(argv)
-    header = report.facts("bench_transport", report.Yardsticks.measure(repeats=1))
-    rows = list(measure(*((64, 2) if args.quick else (PAGES, 15))))
-    return report.finish(header, rows, path=args.json, check=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(*, quick: bool = False, progress: Progress | None = None) -> report.Result:
+    """`quick`: few pages, two repeats: a smoke test."""
+    progress = progress or Progress()
+    header = report.facts("transport", report.Yardsticks.measure(repeats=1))
+    rows = []
+    progress.expect(3 * len(SETTINGS))
+    for row in measure(*((64, 2) if quick else (PAGES, 15))):
+        rows.append(row)
+        progress.step(f"{row.case}: {row.value:.3g} {row.unit}")
+    return header, rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hisparse.bench.control_plane.context import Context, K, size
 from hisparse.bench.control_plane.rig import LAYOUTS, Load, Rig
-from hisparse.bench.report import ROOT, Row
+from hisparse.bench.report import Row
 
 MB = 1e6
 
@@ -34,9 +34,9 @@ def memory(context: Context) -> list[Row]:
 
 
 def _child(context: Context, load: Load, *, traced: bool) -> int:
-    command = [sys.executable, "-m", "benchmarks.control_plane.memory", context.shape, str(load.num_requests),
+    command = [sys.executable, "-m", "hisparse.bench.control_plane.memory", context.shape, str(load.num_requests),
                str(load.num_tokens), str(load.max_model_len), *(["--traced"] if traced else [])]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
     return int(json.loads(result.stdout))

@@ -50,7 +50,7 @@ LAYOUTS = {"glm-5.2": glm_5_2, "deepseek-v3.2": deepseek_v3_2}
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
     """Random token ids, another prompt for another seed."""
-    return np.random.default_rng(seed).integers(0, 100_000, num_tokens).tolist()  # type: ignore[no-any-return]
+    return np.random.default_rng(seed).integers(0, 100_000, num_tokens).tolist()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from hisparse.bench.control_plane.context import Context, Stopwatch
-from hisparse.bench.control_plane.rig import BLOCK, FULL_MASK, INCARNATION, WATERMARK, make_manager, no_gc, prompt, region_blocks
+from hisparse.bench.control_plane.rig import (
+    BLOCK,
+    FULL_MASK,
+    INCARNATION,
+    WATERMARK,
+    make_manager,
+    no_gc,
+    prompt,
+    region_blocks,
+)
 from hisparse.bench.report import Row
 from hisparse.types import AckKind, HiSparseWorkerOutput, Landing, SparseKVOffloadCommand, TransferAck
 

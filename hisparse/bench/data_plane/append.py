@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hisparse.bench.data_plane.gpu import Times, device_us, graph_of
 from hisparse.bench.report import Row
 from hisparse.ops import reference
 from hisparse.ops.cuda.append import append_rows
-from tests.gpu.host_memory import HostMemory
+from hisparse.testing.registered_memory import RegisteredMemory
 
 BATCHES = (1, 16, 64, 256)
 BLOCK, LAYERS, PAGES = 64, 16, 1024
@@ -19,7 +21,7 @@ SLACK = 1.3
 class _Layers:
     """`num` requests with one new row each at scattered pages, in LAYERS layers of one pool."""
 
-    def __init__(self, num: int, dtype: torch.dtype, memory: HostMemory) -> None:
+    def __init__(self, num: int, dtype: torch.dtype, memory: RegisteredMemory) -> None:
         self.row_elems = 656 if dtype == torch.uint8 else 576
         make = torch.Generator().manual_seed(num)
         rows_per_block = LAYERS * BLOCK
@@ -35,7 +37,7 @@ class _Layers:
             pages = 1 + torch.randperm(PAGES - 1, generator=make)[:num].int()
             table[torch.arange(num), self.positions.cpu() // BLOCK] = pages
         self.resident, self.mirror = blocks.cuda()
-        self.geometry = {"block_size": BLOCK, "rows_per_block": rows_per_block}
+        self.geometry: dict[str, Any] = {"block_size": BLOCK, "rows_per_block": rows_per_block}
 
     def append(self, mirror: bool) -> None:
         for layer in range(LAYERS):
@@ -63,7 +65,7 @@ class _Layers:
 
 def measure(quick: bool) -> list[Row]:
     rows = []
-    with HostMemory(LAYERS * PAGES * BLOCK * 1152) as memory:
+    with RegisteredMemory(LAYERS * PAGES * BLOCK * 1152) as memory:
         for dtype, row_bytes in ((torch.uint8, 656), (torch.bfloat16, 1152)):
             for num in BATCHES[:2] if quick else BATCHES:
                 layers = _Layers(num, dtype, memory)

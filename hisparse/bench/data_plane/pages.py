@@ -17,7 +17,7 @@ from hisparse.ops.cuda.module import kernel
 from hisparse.ops.cuda.pages import LIST_WORDS, THREADS, UNROLL, PageCopier
 from hisparse.ops.page_list import PageList, page_list
 from hisparse.ops.reference.pages import staged_page
-from tests.gpu.host_memory import HostMemory
+from hisparse.testing.registered_memory import RegisteredMemory
 
 GLM52 = {
     "model_type": "glm_moe_dsa", "num_hidden_layers": 78, "num_attention_heads": 64, "kv_lora_rank": 512,
@@ -40,7 +40,7 @@ def small_layout() -> KVCacheLayout:
 class World:
     """Device blocks, a host pool and a staging slot on the device, all of random bytes."""
 
-    def __init__(self, layout: KVCacheLayout, memory: HostMemory, host_blocks: int, most: int) -> None:
+    def __init__(self, layout: KVCacheLayout, memory: RegisteredMemory, host_blocks: int, most: int) -> None:
         self.layout = layout
         layers, page = layout.shape.num_layers, layout.layer_page_bytes
         self.host = memory.cuda[: layers * host_blocks * page].view(layers, host_blocks, page)
@@ -54,7 +54,7 @@ class World:
     def scattered(self, count: int) -> PageList:
         rng, groups = np.random.default_rng(count), self.layout.num_resident_groups
         near = (1 + rng.permutation(self.blocks - 1)[: count * groups]).reshape(count, groups)
-        return page_list(1 + rng.permutation(self.host_blocks - 1)[:count], near, self.layout.block_size)
+        return page_list((1 + rng.permutation(self.host_blocks - 1)[:count]).tolist(), near, self.layout.block_size)
 
     def prepare(self, case: str, pages: PageList) -> None:
         """The targets hold other bytes than the sources."""
@@ -89,7 +89,7 @@ def measure(quick: bool) -> list[Row]:
     layout, most = small_layout(), 16 if quick else max(COUNTS)
     host_blocks = 40 if quick else 640
     repeats = 3 if quick else 9
-    with HostMemory(host_blocks * layout.host_block_bytes) as memory:
+    with RegisteredMemory(host_blocks * layout.host_block_bytes) as memory:
         world = World(layout, memory, host_blocks, most)
         copier, staging = world.copier, world.staging
         rows = [_launch(bars=not quick)]
@@ -137,7 +137,12 @@ def _launch(*, bars: bool) -> Row:
     """CPU time of a bare launch, of a copy without pages."""
     copy = kernel("pages.cu", "copy_pages", THREADS=THREADS, UNROLL=UNROLL, LIST_WORDS=LIST_WORDS[0])
     nothing = (b"", 12, 0, None, 0, 656, 0, 1, 1, 0)
-    times = cpu_us(lambda: [copy((1,), THREADS, nothing) for _ in range(100)], 9)
+
+    def launch() -> None:
+        for _ in range(100):
+            copy((1,), THREADS, nothing)
+
+    times = cpu_us(launch, 9)
     return Row(case="launch of a kernel with 10 arguments, CPU", value=times.median / 100, unit="us",
                bar=LAUNCH_BAR_US if bars else None, best=times.best / 100, p90=times.p90 / 100, max=times.max / 100)
 

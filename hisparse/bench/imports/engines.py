@@ -185,7 +185,8 @@ class Engine:
         return seconds, busy_s
 
     def _transfer_thread(self) -> int:
-        return next(t.ident for t in threading.enumerate() if t.name == "hisparse-pd-0" and t.ident not in self._older)
+        return next(t.ident for t in threading.enumerate()
+                    if t.name == "hisparse-pd-0" and t.ident is not None and t.ident not in self._older)
 
     def close(self) -> None:
         self.worker.shutdown()
