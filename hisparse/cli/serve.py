@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -72,6 +73,7 @@ def _run(config: HiSparseConfig, as_json: bool) -> None:
     from hisparse.actors.handles import start_cluster, stop_cluster
     from hisparse.serve.app import serving
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it says while all is well says less than we do
     host, port = config.serve.host, config.serve.port or free_port(config.serve.host)
     started = start_cluster()
     _on_signals(signal.default_int_handler)  # after Ray set its own; and a shell's background job ignores SIGINT

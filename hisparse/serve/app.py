@@ -26,6 +26,7 @@ from hisparse.metrics import NullSink, RequestFeed, Sink
 from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
+from hisparse.serve.ending import ENDING_S, shut_down
 from hisparse.serve.ingress import create_api
 from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
@@ -37,8 +38,6 @@ HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
 GRACE_S = 40.0
 """For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
-ENDING_S = 60.0
-"""For an earlier Serve instance, of which no application is left, to go."""
 
 
 class _EngineReplica:
@@ -223,7 +222,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             raise HiSparseError(f"the service did not start: {_why(name) or error}") from error
         yield
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        shut_down()
 
 
 def _check_no_other_serve() -> None:

@@ -40,12 +40,24 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
             engines = json.loads(status.stdout)["engines"]
             assert [engine["check"] for engine in engines] == ["ok", "ok"]
             assert all(Path(engine["host_pool"]).exists() for engine in engines)
+            load = subprocess.run([*command, "bench", "serve", "--url", url, "-c", "2", "-n", "4", "--alone", "1", "--prompt-tokens",
+                                   "300", "--output-tokens", "4", "--shared-prefix", "0.7", "--json"], cwd=ROOT,
+                                  capture_output=True, text=True, timeout=120)
+            assert load.returncode == 0, load.stderr
+            rows = {row["case"]: row for row in json.loads(load.stdout)["rows"]}
+            loaded = rows["2 clients: output"]
+            assert (loaded["answered"], loaded["failures"]) == (4, {}) and loaded["ratio_to_ceiling"] > 0
+            assert 4 * 250 < loaded["prompt_tokens"] < 4 * 350
+            assert loaded["cached_tokens"] >= 4 * 64, "what the prompts share is cached from the second one on"
+            assert rows["2 clients: time to first token"]["value"] > 0
             server.send_signal(signal.SIGINT)
-            _, errors = server.communicate(timeout=90)
+            output, errors = server.communicate(timeout=90)
         finally:
             server.kill()
     assert server.returncode == 0, errors
-    assert errors.splitlines()[-1] == "stopped" and "Traceback" not in errors
+    assert output == "", "nothing of Ray's on stdout"
+    said = [line for line in errors.splitlines() if "authentication" not in line]
+    assert said == ["starting the service ...", "stopping: open streams end first ...", "stopped"]
     assert not any(Path(engine["host_pool"]).exists() for engine in engines)
 
 
