@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hisparse.cli import bench, demo, doctor, plan, serve, status, trace
+from hisparse.cli import bench, config, demo, doctor, plan, serve, status, trace
 from hisparse.cli.console import err, out
 from hisparse.errors import ConfigError, HiSparseError
 
@@ -39,6 +39,7 @@ app.command()(status.status)
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(trace.app, name="trace")
+app.add_typer(config.app, name="config")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hisparse.config import HiSparseConfig, load_config
+from hisparse.config import Document, HiSparseConfig, load_config
 from hisparse.errors import ConfigError
 
 
@@ -32,18 +33,21 @@ def read_configuration(config: Path | None, model: str | None, sets: list[str]) 
     if model is not None:
         return load_config({"model": {"path": model}}, overrides)
     assert config is not None
-    source: Path | dict[str, Any] = config
-    if config.is_file() and "applications:" in config.read_text():
-        source = _from_serve_file(config)
-    return load_config(source, overrides)
+    document = Document.read(config)
+    if isinstance(document.data, dict) and "applications" in document.data:
+        document = _of_serve_file(document)
+    return load_config(document, overrides)
 
 
-def _from_serve_file(path: Path) -> dict[str, Any]:
-    data = yaml.safe_load(path.read_text())
+def _of_serve_file(whole: Document) -> Document:
+    """The configuration in a Ray Serve file; its HTTP address counts unless the configuration has one."""
     try:
-        args = dict(data["applications"][0]["args"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{path}: a Serve file needs the configuration in applications[0].args") from error
-    http = data.get("http_options") or {}
-    args["serve"] = {key: http[key] for key in ("host", "port") if key in http} | dict(args.get("serve") or {})
-    return args
+        found = whole.at("applications", 0, "args")
+        args = dict(found.data)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{whole.name}: a Serve file needs the configuration in applications[0].args") from error
+    http = whole.data.get("http_options") or {}
+    address = {key: http[key] for key in ("host", "port") if key in http}
+    if address:
+        args["serve"] = address | dict(args.get("serve") or {})
+    return dataclasses.replace(found, data=args)

@@ -40,9 +40,9 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
             engines = json.loads(status.stdout)["engines"]
             assert [engine["check"] for engine in engines] == ["ok", "ok"]
             assert all(Path(engine["host_pool"]).exists() for engine in engines)
-            load = subprocess.run([*command, "bench", "serve", "--url", url, "-c", "2", "-n", "4", "--alone", "1", "--prompt-tokens",
-                                   "300", "--output-tokens", "4", "--shared-prefix", "0.7", "--json"], cwd=ROOT,
-                                  capture_output=True, text=True, timeout=120)
+            asked_for = ["-c", "2", "-n", "4", "--alone", "1", "--prompt-tokens", "300", "--output-tokens", "4"]
+            load = subprocess.run([*command, "bench", "serve", "--url", url, *asked_for, "--shared-prefix", "0.7", "--json"],
+                                  cwd=ROOT, capture_output=True, text=True, timeout=120)
             assert load.returncode == 0, load.stderr
             rows = {row["case"]: row for row in json.loads(load.stdout)["rows"]}
             loaded = rows["2 clients: output"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from hisparse.bench.data_plane.gpu import PAUSE_CYCLES, cpu_us, device_us, graph_of
 from hisparse.bench.report import Row
 from hisparse.layout import KVCacheLayout, ModelShape
+from hisparse.ops.cuda.floors import engine_copy
 from hisparse.ops.cuda.module import kernel
 from hisparse.ops.cuda.pages import LIST_WORDS, THREADS, UNROLL, PageCopier
 from hisparse.ops.page_list import PageList, page_list
@@ -149,15 +150,8 @@ def _launch(*, bars: bool) -> Row:
 
 def _engine(host: Tensor, device: Tensor, size: int, repeats: int) -> tuple[float, float]:
     """GB/s of one large asynchronous copy of `size` bytes, device to host and host to device."""
-    from cupy.cuda import runtime
-
     def copy(target: Tensor, source: Tensor) -> float:
-        stream = torch.cuda.current_stream().cuda_stream
-
-        def run() -> None:
-            runtime.memcpyAsync(target.data_ptr(), source.data_ptr(), size, runtime.memcpyDefault, stream)
-
-        return size / device_us(run, repeats).median / 1e3
+        return size / device_us(lambda: engine_copy(target, source, size), repeats).median / 1e3
 
     return copy(host, device), copy(device, host)
 
@@ -195,12 +189,7 @@ def _beside(world: World, host: Tensor, pages: PageList, repeats: int, *, bars: 
         for i in range(200):
             torch.mm(thin, weights[i % 4])
 
-    def engine() -> None:
-        runtime.memcpyAsync(host.data_ptr(), world.staging.data_ptr(), size, runtime.memcpyDefault,
-                            torch.cuda.current_stream().cuda_stream)
-
-    from cupy.cuda import runtime
-
+    engine = partial(engine_copy, host, world.staging, size)
     forward = graph_of(products)
     alone = device_us(forward.replay, repeats).median
     rows = [Row(case="200 products of 64 x 6144 x 6144, alone", value=alone, unit="us")]

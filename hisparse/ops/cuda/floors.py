@@ -1,8 +1,9 @@
-"""Kernels that do nothing but what every resolver must: the floors that benchmarks compare ours with."""
+"""What benchmarks compare our kernels with: the least that a resolver must do, and the copy engine."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hisparse.ops.cuda.module import Kernel
 
@@ -29,3 +30,11 @@ def floor_kernels() -> dict[str, Kernel]:
     module = cupy.RawModule(code=_SOURCE, options=("-std=c++17",), backend="nvrtc")
     loaded = {name: module.get_function(name).kernel for name in ("nothing", "lookup_floor")}
     return {name: Kernel(function.ptr, name, torch.cuda.current_device(), owner=function) for name, function in loaded.items()}
+
+
+def engine_copy(target: Tensor, source: Tensor, num_bytes: int) -> None:
+    """The first bytes of `source`, by the copy engine, on the current stream; one of the two may be mapped host memory."""
+    from cupy.cuda import runtime
+
+    stream = torch.cuda.current_stream().cuda_stream
+    runtime.memcpyAsync(target.data_ptr(), source.data_ptr(), num_bytes, runtime.memcpyDefault, stream)

@@ -1,23 +1,11 @@
-"""Configuration: one frozen pydantic object, from YAML, environment and keywords."""
+"""The sections of a configuration and their options, each with its default, limits and meaning. Frozen."""
 
 from __future__ import annotations
 
-import functools
 import ipaddress
-import logging
-import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
-
-from hisparse.errors import ConfigError
-from hisparse.layout import KVCacheLayout, ModelShape, limit_rows, start_rows
-
-GIB = 1 << 30
-FP8_KEYS_BLOCK = 32
-"""The scores kernel reads fp8 keys and their scales in tiles of this many positions of a page."""
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 
 def _rows_option(value: Any) -> Any:
@@ -73,6 +61,8 @@ class CacheConfig(_Section):
         "128), which selects slightly other tokens. Equal on prefill and decode.")
     device_blocks: int = Field(2048, ge=2, description="Blocks of the packed device allocation, incl. the null block.")
     host_pool_gib: float = Field(0.25, ge=0, description="Logical host capacity per replica; rounded down to whole pages.")
+    host_to_device_ratio: float | None = Field(None, gt=0, description="Instead of host_pool_gib: host pages per page that the "
+                                               "device pool could hold resident.")
     host_pool: Literal["auto", "shared", "private"] = Field(
         "auto", description="auto: shared under Ray (private where that does not fit one rank's node), private without.")
     num_groups: int | None = Field(None, ge=1, description="Resident (and hot) groups the layers are packed into, equal on "
@@ -148,26 +138,28 @@ class TraceConfig(_Section):
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
-    role: Literal["colocated", "prefill", "decode"] = "colocated"
+    role: Literal["colocated", "prefill", "decode"] = Field("colocated", description="Of this engine; the service sets it.")
     lease_s: float = Field(30.0, gt=0, description="How long prefill holds pages without a heartbeat.")
     transfer_deadline_s: float = Field(20.0, gt=0, description="An import without completion fails after this.")
     staging_slots: int = Field(4, ge=1, description="Slots of the staging pool for HOST landings.")
     staging_slot_pages: int = Field(8, ge=1, description="Whole pages per staging slot.")
-    landing_path: Literal["staged", "direct"] = "staged"
-    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    landing_path: Literal["staged", "direct"] = Field("staged", description="How pages reach the host pool: staged = through "
+                                                      "staging slots; direct = READs end in the pool (faster between CPUs).")
+    kv_load_failure_policy: Literal["recompute", "fail"] = Field(
+        "recompute", description="When an import fails: compute the prompt on decode, or end the request with 503.")
     max_retries: int = Field(3, ge=0, description="Prefill retries before the first token.")
     local_prefill_tokens: int = Field(16384, ge=0, description="Prompt tokens a decode engine may recompute at once "
                                       "(policy recompute) when prefill failed; more are refused with 503.")
-    transport: Literal["nixl", "loopback"] = "nixl"
+    transport: Literal["nixl", "loopback"] = Field("nixl", description="loopback: between engines of one process, for tests.")
 
 
 class ServeConfig(_Section):
     """The Ray Serve app."""
 
     host: str = Field("127.0.0.1", description="Address to listen on. Beyond this machine only with API keys.")
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(8000, ge=0, le=65535, description="Of HTTP; 0: any that is free (with hisparse serve).")
     prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
-    decode_replicas: int = Field(1, ge=1)
+    decode_replicas: int = Field(1, ge=1, description="Engines that answer; each with its own pools.")
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
     start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
     step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
@@ -206,172 +198,18 @@ class HiSparseConfig(_Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     trace: TraceConfig = TraceConfig()
-    tensor_parallel_size: int = Field(1, ge=1, le=8)
+    tensor_parallel_size: int = Field(1, ge=1, le=8, description="Ranks of each engine; attention heads are split over them.")
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()
     prefill: dict[str, Any] = Field(default_factory=dict, description="Sections that differ on prefill engines.")
 
     def for_role(self, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
-        """This configuration as one engine of the given role uses it."""
+        """This configuration as one engine of the given role uses it. Raises ConfigError for impossible `prefill` overrides."""
+        from hisparse.config.loading import merge, resolved
+
         data = self.model_dump()
         if role == "prefill":
-            data = _merge(data, self.prefill)
+            data = merge(data, self.prefill)
         data["pd"]["role"] = role
         data["prefill"] = {}
-        return load_config(data, environ={})  # the environment is in `self` already, below the prefill overrides
-
-
-def load_config(source: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None,
-                environ: dict[str, str] | None = None) -> HiSparseConfig:
-    """Resolves YAML file or dictionary, then `HISPARSE_SECTION__FIELD` variables, then keyword overrides.
-
-    Raises:
-        ConfigError: unreadable file, unknown key, wrong type or impossible value; names path, value and limit.
-    """
-    if isinstance(source, dict):
-        data: Any = source
-    else:
-        try:
-            data = yaml.safe_load(Path(source).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {source}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{source} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"the configuration must be a mapping of sections, got {type(data).__name__}")
-    data = _merge(data, _from_environ(dict(os.environ) if environ is None else environ))
-    data = _merge(data, overrides or {})
-    try:
-        return HiSparseConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from error
-
-
-def explain(error: ValidationError) -> str:
-    """One line per problem: path, message, value given; never the value of a key."""
-    lines = []
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"]) or "configuration"
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = "unknown key; remove it or fix its spelling"
-        shown = item["type"] != "missing" and not _holds_secrets(path, item["input"])
-        lines.append(f"{path}: {message} (got {item['input']!r})" if shown else f"{path}: {message}")
-    return "invalid configuration:\n  " + "\n  ".join(lines)
-
-
-def _holds_secrets(path: str, value: Any) -> bool:
-    return "key" in path.rpartition(".")[2] or ".api_keys." in path or (
-        isinstance(value, dict) and any(_holds_secrets(str(name), item) for name, item in value.items()))
-
-
-def hot_rows(config: CacheConfig, layout: KVCacheLayout) -> tuple[int, ...]:
-    """Rows a hot region starts with, per group of `layout.hots`: whole pages, at least top_k; see `CacheConfig`.
-
-    Raises:
-        ConfigError: a list of another length, a group below top_k or above 32,768 rows, or a budget below all top_k.
-    """
-    return start_rows(config.hot_rows, total_rows=config.hot_rows_total, weights=config.hot_rows_weights,
-                      num_groups=len(layout.hots), top_k=layout.shape.top_k, block_size=layout.block_size)
-
-
-def hot_rows_max(config: CacheConfig, layout: KVCacheLayout) -> tuple[int, ...]:
-    """Rows a hot region may grow to, per group of `layout.hots`, in whole pages. Raises ConfigError like `hot_rows`."""
-    return limit_rows(config.hot_rows_max, start=hot_rows(config, layout), block_size=layout.block_size)
-
-
-def host_blocks(config: CacheConfig, layout: KVCacheLayout, max_model_len: int) -> int:
-    """Host pages of the pool incl. its null block; at least one longest request and two more.
-
-    Raises:
-        ConfigError: the pool is too small, with the numbers.
-    """
-    if not config.enabled:
-        return 0
-    got = layout.host_blocks_in(int(config.host_pool_gib * GIB))
-    need = layout.pages(max_model_len) + 2
-    if got < need:
-        raise ConfigError(
-            f"cache.host_pool_gib = {config.host_pool_gib} holds {got} host pages of {layout.host_block_bytes} bytes, but "
-            f"model.max_model_len = {max_model_len} needs at least {need}; raise host_pool_gib to "
-            f"{need * layout.host_block_bytes / GIB:.3f} or lower max_model_len"
-        )
-    return got
-
-
-def served_name(config: ModelConfig) -> str:
-    """The model's name in the API and in metrics."""
-    return config.name or model_path(config).name
-
-
-def model_path(config: ModelConfig) -> Path:
-    """Directory of the checkpoint; 'recall' is the bundled one."""
-    if config.path == "recall":
-        from hisparse.checkpoints import recall_checkpoint
-
-        return recall_checkpoint()
-    path = Path(config.path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path: no checkpoint at {path} (config.json not found); give a local directory or 'recall'")
-    return path
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """Reads the checkpoint's config.json. Raises ConfigError when it is not a DSA checkpoint or max_model_len too long."""
-    import json
-
-    path = model_path(config)
-    try:
-        data = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-    shape = ModelShape.from_hf_config(data)
-    if config.max_model_len > shape.max_positions:
-        raise ConfigError(
-            f"model.max_model_len = {config.max_model_len} exceeds the checkpoint's max_position_embeddings = "
-            f"{shape.max_positions}; lower it"
-        )
-    return shape
-
-
-def kv_layout(config: HiSparseConfig) -> KVCacheLayout:
-    """The cache layout that every part of an engine with this configuration uses. Warns (once a process) of its waste."""
-    shape, fp8_keys = model_shape(config.model), config.cache.indexer_dtype == "fp8"
-    if fp8_keys and config.model.device == "cuda" and (config.model.dtype, shape.index_head_dim) != ("bfloat16", 128):
-        raise ConfigError(f"cache.indexer_dtype = fp8 on CUDA takes bfloat16 models with an index_head_dim of 128, not "
-                          f"{config.model.dtype} with {shape.index_head_dim}; set it to auto")
-    if fp8_keys and config.model.device == "cuda" and config.cache.block_size % FP8_KEYS_BLOCK:
-        raise ConfigError(f"cache.indexer_dtype = fp8 on CUDA takes a cache.block_size that is a multiple of {FP8_KEYS_BLOCK}, "
-                          f"not {config.cache.block_size}; set one of them to its default")
-    layout = KVCacheLayout.build(shape, block_size=config.cache.block_size, dtype=config.model.dtype,
-                                 row_format=config.cache.row_format, indexer_dtype="uint8" if fp8_keys else None,
-                                 num_groups=config.cache.num_groups)
-    advice = layout.waste_advice()
-    if advice is not None:
-        _warn_once(advice)
-    return layout
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("hisparse").warning("%s", message)
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in top.items():
-        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
-
-
-def _from_environ(environ: dict[str, str]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in environ.items():
-        if not name.startswith("HISPARSE_") or "__" not in name:
-            continue
-        node = out
-        *sections, leaf = name.removeprefix("HISPARSE_").lower().split("__")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = yaml.safe_load(value)
-    return out
+        return resolved(data)  # the environment is in `self` already, below the prefill overrides
