@@ -38,7 +38,8 @@ def status(
         with urllib.request.urlopen(request, timeout=30) as response:
             data = json.load(response)
     except urllib.error.HTTPError as error:
-        raise HiSparseError(f"{url}/stats answered {error.code}: {error.read(400).decode(errors='replace')}") from error
+        hint = "; give the service's key with --api-key or OPENAI_API_KEY" if error.code in (401, 403) else ""
+        raise HiSparseError(f"{url}/stats answered {error.code}: {_message(error)}{hint}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise HiSparseError(f"no service answers at {url} ({error}); start one with 'hisparse serve'") from error
     if as_json:
@@ -48,6 +49,15 @@ def status(
     sick = [item for item in data["engines"] if not item["health"].get("ok") or item.get("check", "ok") != "ok"]
     if sick or not data["engines"]:
         raise typer.Exit(1)
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Of an error in OpenAI's shape, else the body's beginning."""
+    body = error.read(4096)
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:400].decode(errors="replace")
 
 
 def _print_status(data: dict[str, Any]) -> None:

@@ -65,7 +65,10 @@ def model_path(config: ModelConfig) -> Path:
         return recall_checkpoint()
     path = Path(config.path)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path: no checkpoint at {path} (config.json not found); give a local directory or 'recall'")
+        fix = "give a local directory or 'recall'"
+        if config.path.count("/") == 1 and not path.is_absolute() and not path.exists():  # as names on the hub are
+            fix = f"nothing is downloaded: 'hf download {config.path} --local-dir DIRECTORY', then give DIRECTORY"
+        raise ConfigError(f"model.path: no checkpoint at {path} (config.json not found); {fix}")
     return path
 
 

@@ -211,7 +211,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         HiSparseError: Serve runs there already (its apps and its port are not ours to change), or a replica could not
             start; with the reason.
     """
-    _check_no_other_serve()
+    check_no_other_serve()
     KeyRing(config.serve)  # a file that cannot be read is an error here, not in a replica
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
@@ -225,7 +225,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         shut_down()
 
 
-def _check_no_other_serve() -> None:
+def check_no_other_serve() -> None:
     """Refuses a cluster on which Serve runs; one that is just ending (no application is left) gets its time."""
     deadline_s = time.monotonic() + ENDING_S
     while True:
