@@ -39,7 +39,7 @@ def plan(
     workspace_gib: Annotated[float, typer.Option(help="Of that, for activations and buffers.", min=0)] = 4.0,
     contexts: Annotated[list[str] | None, typer.Option("--context", help="Tokens, e.g. 96k. Repeatable; default 8k to "
                                                        "1M.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg or FILE.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how many requests fit, with and without HiSparse, per context length.

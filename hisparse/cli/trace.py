@@ -77,7 +77,7 @@ def replay(
     kinds: Kinds = None,
     steps: Annotated[int, typer.Option(help="Decode steps to make without a trace.", min=1)] = STEPS,
     seed: Seed = 0,
-    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg or FILE.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how many rows per layer and step a hot region would miss.

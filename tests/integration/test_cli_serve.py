@@ -57,7 +57,8 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
     assert server.returncode == 0, errors
     assert output == "", "nothing of Ray's on stdout"
     said = [line for line in errors.splitlines() if "authentication" not in line]
-    assert said == [f"starting the service on the Ray cluster at {cluster} ...", "stopping: open streams end first ...", "stopped"]
+    assert said == [f"starting the service on the Ray cluster at {cluster} ...", "stopping: open streams end first ...",
+                    "stopped"]
     assert not any(Path(engine["host_pool"]).exists() for engine in engines)
 
 
