@@ -43,7 +43,7 @@ app.add_typer(config.app, name="config")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. A mistake of the caller ends with one message and status 2, a failure with status 1.
+    """Entry point. A mistake of the caller ends with one message and status 2, a failure with status 1, Ctrl-C with 130.
 
     Args:
         arguments: instead of the process's.
@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.argv = ["hisparse", *arguments]
     try:
         app(prog_name="hisparse")
+    except KeyboardInterrupt:  # inside of a command, typer does the same
+        sys.exit(130)
     except ConfigError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

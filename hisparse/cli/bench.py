@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hisparse.bench.catalogue import BENCHMARKS, Needs, why_no_gpu
-from hisparse.cli.console import AsJson, bar, err, out
+from hisparse.cli.console import AsJson, bar, err, out, table
 from hisparse.errors import ConfigError, HiSparseError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Benchmarks: each number beside a ceiling or baseline "
@@ -42,11 +42,11 @@ def list_(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"benchmarks": rows, "no_gpu": reason}))
         return
-    table = Table("bench", "needs", "takes", "here", "measures")
+    shown = table("bench", "needs", "takes", "here", "measures")
     for row in rows:
-        table.add_row(str(row["name"]), str(row["needs"]), str(row["takes"]), "yes" if row["here"] else "[yellow]no[/yellow]",
+        shown.add_row(str(row["name"]), str(row["needs"]), str(row["takes"]), "yes" if row["here"] else "[yellow]no[/yellow]",
                       escape(str(row["summary"])))
-    out.print(table)
+    out.print(shown)
     if reason is not None:
         out.print(f"no GPU here: {reason}", highlight=False)
 
@@ -271,9 +271,8 @@ def serve(
 
 
 def _load_table(phases: list[Any]) -> Table:
-    table = Table(title="times in ms, p50 / p99; (x alone)", title_justify="left")
-    for name in ("load", "answered", "first token", "token gap", "tokens/s", "cached"):
-        table.add_column(name, justify="left" if name == "load" else "right")
+    numbers = ("answered", "first token", "token gap", "tokens/s", "cached")
+    shown = table("load", *numbers, title="times in ms, p50 / p99; (x alone)", right=numbers)
     alone = phases[0]
     for phase in phases:
         def times(spread: Any, before: Any, phase: Any = phase) -> str:
@@ -283,10 +282,10 @@ def _load_table(phases: list[Any]) -> Table:
         rate = f"{phase.output_tokens_per_s:,.0f}"
         if phase is not alone:
             rate += f"\n({phase.output_tokens_per_s / alone.output_tokens_per_s:.2f} x)"
-        table.add_row("alone" if phase is alone else phase.name, f"{len(phase.done)} of {len(phase.answers)}",
+        shown.add_row("alone" if phase is alone else phase.name, f"{len(phase.done)} of {len(phase.answers)}",
                       times(phase.first_token, alone.first_token), times(phase.token_gap, alone.token_gap), rate,
                       f"{phase.cached_share:.0%}")
-    return table
+    return shown
 
 
 def _measure(name: str, module: str, path: Path | None, check: bool, as_json: bool, **options: Any) -> None:
@@ -334,12 +333,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
 def _table(rows: list[Any]) -> Table:
     beside = any(row.yardstick for row in rows)
     bars = any(row.bar is not None for row in rows)
-    table = Table()
-    table.add_column("case", overflow="fold")
-    for name in ("value", *(["beside"] if beside else []), *(["bar", "ok"] if bars else [])):
-        table.add_column(name, justify="right")
+    numbers = ["value", *(["beside"] if beside else []), *(["bar", "ok"] if bars else [])]
+    shown = table("case", *numbers, right=numbers)
     for row in rows:
         case, value, unit, bar_text, _, yard, *_, verdict = row.cells()
-        shown = {"yes": "yes", "NO": "[red]NO[/red]", "": ""}[verdict]
-        table.add_row(escape(case), f"{value} {unit}", *([yard] if beside else []), *([bar_text, shown] if bars else []))
-    return table
+        ok = {"yes": "yes", "NO": "[red]NO[/red]", "": ""}[verdict]
+        shown.add_row(escape(case), f"{value} {unit}", *([yard] if beside else []), *([bar_text, ok] if bars else []))
+    return shown

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import rich.progress
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from hisparse.bench.progress import Progress
 
 out = Console()
 err = Console(stderr=True)
 
+FULL_WIDTH = 80
+"""Columns from which on tables are drawn with all their lines."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def table(*columns: str, title: str | None = None, right: Collection[str] = ()) -> Table:
+    """An empty table that loses nothing on a narrow terminal: lines go first, then words of headers are set below each other,
+    then cells. `right`: columns of numbers."""
+    narrow = out.width < FULL_WIDTH
+    made = Table(title=title, title_justify="left", box=box.SIMPLE if narrow else box.HEAVY_HEAD, show_edge=not narrow,
+                 padding=(0, 0) if narrow else (0, 1))
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
 
 
 class _Bar(Progress):

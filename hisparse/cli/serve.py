@@ -12,11 +12,10 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.table import Table
 
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.cli.configuration import read_configuration
-from hisparse.cli.console import AsJson, err, out
+from hisparse.cli.console import AsJson, err, out, table
 from hisparse.config import HiSparseConfig
 from hisparse.doctor.findings import Status
 from hisparse.errors import HiSparseError
@@ -61,12 +60,12 @@ def _print_plan(config: HiSparseConfig, plans: list[MemoryPlan], as_json: bool) 
                              "problems_here": [item.asdict() for item in found]})
         return
     out.print(yaml.safe_dump(data, sort_keys=False).rstrip(), markup=False, highlight=False)
-    table = Table("", *(plan.role for plan in plans), title="memory plan, per replica", title_justify="left")
+    shown = table("", *(plan.role for plan in plans), title="memory plan, per replica")
     for cells in zip(*(plan.rows() for plan in plans)):
-        table.add_row(cells[0][0], *(value for _, value in cells))
-    out.print(table)
+        shown.add_row(cells[0][0], *(value for _, value in cells))
+    out.print(shown)
     for text, roles in _by_text([(plan.packing_text(), plan.role) for plan in plans]).items():
-        out.print(f"\npacking of the device pool ({', '.join(roles)})\n{text}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"\npacking of the device pool ({', '.join(roles)})\n{text}", markup=False, highlight=False)
     if found:
         err.print(f"all replicas together do not fit on this machine:\n{text_of(found)}", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
