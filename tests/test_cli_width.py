@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], list[str]]] = {
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = [Finding(check="shared memory", status=Status.FAIL, text="/dev/shm has 64 MiB free of 64 MiB, the pools take "
-                        "9 GiB", fix="enlarge /dev/shm (docker --shm-size, a Memory volume's sizeLimit, mount -o remount,size=)")]
+    findings = [Finding(check="shared memory", status=Status.FAIL, text="64 MiB free of 64 MiB, the pools take 9 GiB",
+                        fix="enlarge it (docker --shm-size, a Memory volume's sizeLimit, mount -o remount,size=)")]
     monkeypatch.setattr(node, "examine_node", lambda needs: iter(findings))
 
 
