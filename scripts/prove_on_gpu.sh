@@ -35,8 +35,8 @@ for part in "${parts[@]}"; do
       done ;;
     benchmarks)
       for bench in resolve step copy attention indexer; do
-        step "bench_$bench" "$python" -m benchmarks."bench_$bench" --json "$out/$bench.jsonl"
-        grep '| NO' "$out/bench_$bench.log" | cut -c1-120
+        step "bench_$bench" "$python" -m benchmarks."bench_$bench" --out "$out/$bench.jsonl"
+        grep '| NO' "$out/$bench.md" | cut -c1-120
       done ;;
     *) echo "unknown part $part: tests, sanitizers or benchmarks" >&2; exit 2 ;;
   esac

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from hisparse.cli import chart, png
 from hisparse.cli.chart import (
     BOTTOM,
     LEFT,
@@ -22,7 +25,7 @@ from hisparse.cli.chart import (
     short,
     write,
 )
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, HiSparseError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -72,6 +75,47 @@ def test_text_is_escaped_and_the_values_are_readable_without_sight() -> None:
 def test_where_a_chart_may_go(tmp_path: Path) -> None:
     write(tmp_path / "a.svg", "t", [panel([(1, 2)])])
     assert (tmp_path / "a.svg").read_text().startswith("<svg ")
-    for path, text in ((tmp_path / "a.png", "rsvg-convert"), (tmp_path / "no" / "a.svg", "no directory")):
+    for path, text in ((tmp_path / "a.pdf", "name it .*a.svg"), (tmp_path / "no" / "a.svg", "no directory")):
         with pytest.raises(ConfigError, match=text):
             check_plot(path)
+
+
+PANELS = [panel([(1, 1), (2, 5), (3, 2)]), panel([(1, 9), (3, 1)])]
+
+
+def test_a_png_is_made_by_a_program_that_is_there(tmp_path: Path) -> None:
+    if png.converter() is None:
+        pytest.skip(f"none of {', '.join(png.PROGRAMS)} is installed")
+    path = tmp_path / "chart.png"
+    chart.write(path, "two", PANELS)
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000, "more than a blank page"
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (2 * len(PANELS) * chart.PANEL_WIDTH, 2 * (chart.HEAD_HEIGHT + chart.PANEL_HEIGHT))
+
+
+@pytest.mark.parametrize("name", png.PROGRAMS)
+def test_programs_that_make_pngs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """A stand-in for each writes down its arguments where the picture is expected."""
+    program = tmp_path / "bin" / name
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport pathlib, re, sys\n"
+                       "out = re.search(r'\\S*chart\\.png', ' '.join(sys.argv)).group().rpartition('=')[2]\n"
+                       "pathlib.Path(out).write_text(' '.join(sys.argv[1:]))\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert png.converter() == name
+    chart.write(tmp_path / "made.png", "two", PANELS)
+    said = (tmp_path / "made.png").read_text()
+    assert "chart.svg" in said and ("2" in said or str(2 * len(PANELS) * chart.PANEL_WIDTH) in said)
+    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no display')\n")
+    with pytest.raises(HiSparseError, match=f"{name} made no picture: no display; write an .svg instead"):
+        chart.write(tmp_path / "made.png", "two", PANELS)
+
+
+def test_without_such_a_program_an_svg_is_suggested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"rsvg-convert.*none of which is installed; name the chart .*chart\.svg"):
+        chart.check_plot(tmp_path / "chart.png")
+    with pytest.raises(HiSparseError, match="none of"):
+        png.convert("<svg/>", tmp_path / "chart.png", width=1, height=1)

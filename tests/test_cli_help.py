@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from hisparse.bench.catalogue import BENCHMARKS
 from hisparse.cli import console
 from tests.test_cli import run
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [("serve",), ("plan",), ("doctor",), ("status",), ("demo",), ("trace",), ("trace", "synth"), ("trace", "record"),
-            ("trace", "replay")]
+            ("trace", "replay"), ("config",), ("config", "reference"), ("bench",), ("bench", "list"),
+            *(("bench", name) for name in BENCHMARKS)]
+GROUPS = [("trace",), ("config",), ("bench",)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -23,9 +26,10 @@ def test_every_command_has_help_with_examples(monkeypatch: pytest.MonkeyPatch, c
     assert run(monkeypatch, *command, "--help") == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    if command != ("trace",):
+    if command not in GROUPS:
         examples = [line.strip() for line in text.splitlines() if re.match(rf"\s+hisparse {' '.join(command)}\b", line)]
         assert len(examples) >= 2 and "Examples:" in text
+        assert not re.search(r"\S\n \S+\n", text.partition("Examples:")[0]), "a paragraph is broken after one word"
         assert "--json" in text
 
 

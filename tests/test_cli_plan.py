@@ -51,7 +51,7 @@ def test_a_config_file_and_a_chart(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (["--model", "glm-5.2", "--gpu", "a100"], "give its memory with --gpu-gib"),
     (["--model", "glm-5.2", "--row-dtype", "int4"], "--row-dtype must be bf16 or fp8"),
     (["--model", "glm-5.2", "--context", "many"], "8192, 96k or 1M"),
-    (["--model", "glm-5.2", "--plot", "plan.png"], "name it plan.svg"),
+    (["--model", "glm-5.2", "--plot", "plan.pdf"], "name it plan.svg"),
     (["--model", "glm-5.2", "--tp", "1"], "no room for KV"),
     ([], "Missing option"),
 ])

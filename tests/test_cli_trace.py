@@ -64,7 +64,7 @@ def test_record_then_replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     (["replay", "--kind", "lazy"], "no kind of layer is named 'lazy'"),
     (["replay", "/no/such.npz"], "cannot read the trace"),
     (["replay", "/no/such.npz", "--kind", "scan"], "leave one of them out"),
-    (["replay", "--plot", "misses.png"], "name it misses.svg"),
+    (["replay", "--plot", "misses.pdf"], "name it misses.svg"),
     (["replay", "--plot", "/no/where/misses.svg"], "no directory /no/where"),
     (["replay", "--kind", "scan", "--steps", "2", "--hot-rows", "100"], "must hold a whole step"),
     (["replay", "--kind", "scan", "--steps", "2", "--policy", "mru"], "no policy is named 'mru'"),

@@ -43,7 +43,7 @@ def test_precedence_is_file_environment_keywords(tmp_path: Path) -> None:
         ({**BASE, "scheduler": {"prefill_chunk_tokens": 4096}}, r"prefill_chunk_tokens \(4096\) must not exceed"),
         ({**BASE, "pd": {"lease_s": 0}}, "pd.lease_s"),
         ({**BASE, "tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"cache": {}}, "model: Field required"),
+        ({"cache": {}}, "model: is required; give model: {path: DIRECTORY}"),
         ({**BASE, "extra": 1}, "extra: unknown key"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse import config as config_module
 from hisparse.config import CacheConfig, hot_rows, hot_rows_max, kv_layout, load_config
+from hisparse.config.loading import warn_once
 from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout, check_query_rows, rows_text, split_rows
 from tests.test_layout import shape
@@ -189,7 +189,7 @@ def test_rows_for_people() -> None:
 
 
 def test_a_wasteful_layout_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    config_module._warn_once.cache_clear()
+    warn_once.cache_clear()
     wasteful = load_config({**BASE, "cache": {"num_groups": 1}}, environ={})
     with caplog.at_level(logging.WARNING, logger="hisparse"):
         for _ in range(3):

@@ -13,18 +13,18 @@ LAYERS = [
     "metrics", "config", "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
-LEAF = {"checkpoints", "testing", "demo"}
-"""checkpoints: data. testing and demo: tools on top of everything, which no layer imports (checkpoints may be)."""
+LEAF = {"checkpoints", "testing", "demo", "bench"}
+"""checkpoints: data. testing, demo and bench: tools on top of everything, which no layer imports (checkpoints may be)."""
 DOORS = {
     "ray": ("actors/handles.py", "serve/", "metrics/ray_sink.py"),
     "nixl": ("pd/nixl.py",),
     "nixl_cu13": ("pd/nixl.py",),
     "cupy": ("ops/",),
-    "transformers": ("engine/models/", "testing/", "demo/"),
+    "transformers": ("engine/models/", "testing/", "demo/", "bench/"),
     "fastapi": ("serve/",),
     "typer": ("cli/", "demo/"),
 }
-NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config/", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

@@ -62,7 +62,7 @@ def test_the_plan_shown_is_the_plan_printed() -> None:
     assert [line.rstrip() for line in result.stdout.splitlines()] == shown[2].splitlines()
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if re.search("hisparse (plan|doctor|trace)", line)])
+@pytest.mark.parametrize("command", [line for line in commands() if re.search("hisparse (plan|doctor|trace|bench)", line)])
 def test_other_commands_exist(command: str) -> None:
     arguments = [word for word in command.split()[1:] if not word.startswith("deploy/")]
     result = subprocess.run([sys.executable, "-m", "hisparse.cli", *arguments, "--help"], cwd=ROOT, capture_output=True,

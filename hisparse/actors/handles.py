@@ -22,7 +22,7 @@ from ray.util import get_current_placement_group, list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from hisparse.errors import ConfigError, EngineDeadError
+from hisparse.errors import ConfigError, EngineDeadError, HiSparseError
 
 NAMESPACE = "hisparse"
 """Ray namespace of every named actor of ours, whichever job started it."""
@@ -239,35 +239,54 @@ def start_cluster(num_cpus: int | None = None, *, join: bool = True) -> bool:
     Args:
         join: False = never use a running cluster, always start one.
     Returns whether a cluster was started here.
+
+    Raises:
+        HiSparseError: nothing answers at RAY_ADDRESS, or a Ray or Python of another version does.
     """
     if ray.is_initialized():
         return False
-    try:
-        if not join:
-            raise ConnectionError
-        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    address = os.environ.get("RAY_ADDRESS", "")
+    if join and address != "local" and _join(logging.WARNING):
         return False
-    except ConnectionError:
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
-                 logging_level=logging.WARNING)
-        return True
+    if join and address not in ("", "auto", "local"):
+        raise HiSparseError(f"RAY_ADDRESS is {address}, and no Ray cluster answers there; start it ('ray start --head'), or "
+                            "unset RAY_ADDRESS to start one here")
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
+             logging_level=logging.WARNING)
+    return True
 
 
 def join_cluster() -> bool:
-    """Connects to the running cluster of this machine or `RAY_ADDRESS`; False if there is none. Starts nothing."""
-    if ray.is_initialized():
-        return True
+    """Connects to the running cluster of this machine or `RAY_ADDRESS`; False if there is none. Starts nothing.
+
+    Raises:
+        HiSparseError: a Ray or Python of another version runs there.
+    """
+    return ray.is_initialized() or _join(logging.ERROR)
+
+
+def _join(logging_level: int) -> bool:
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     try:
         if host and port.isdigit():  # Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    try:
-        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging_level)
         return True
-    except ConnectionError:
+    except OSError:  # ConnectionError, too
         return False
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        ray.shutdown()
+        raise HiSparseError(
+            f"the Ray cluster that runs here (or at RAY_ADDRESS) is of another version. {' '.join(str(error).split())} Install "
+            "the same versions on both sides, stop that cluster ('ray stop'), or set RAY_ADDRESS=local to start another one "
+            "beside it") from error
+
+
+def cluster_address() -> str:
+    """Of the cluster that this process is connected to. Example: 10.0.0.1:6379."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +306,12 @@ def cluster_nodes() -> list[Node]:
                   resources={key: value for key, value in item["Resources"].items() if not key.startswith("node:")})
              for item in found if item["Alive"]]
     return sorted(nodes, key=lambda node: (node.address, node.node_id))
+
+
+def free_resources() -> dict[str, float]:
+    """Of the whole cluster, e.g. {"CPU": 1.5}; what none is free of may be missing."""
+    found: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return found
 
 
 def stop_cluster() -> None:

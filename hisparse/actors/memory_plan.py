@@ -87,7 +87,7 @@ class MemoryPlan:
             ("bytes of an indexer block that hold nothing", f"{self.packing.groups[0].fraction:.1%}"),
             (f"requests of {self.max_model_len:,} tokens, all resident", f"{self.requests_device_only:,}"),
             (f"requests of {self.max_model_len:,} tokens, host-backed", f"{self.requests_hisparse:,}"),
-            ("seats (scheduler.max_num_seqs)", f"{self.seats:,}"),
+            ("seats (max_num_seqs)", f"{self.seats:,}"),
         ]
 
     def packing_text(self) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hisparse.cli import demo, doctor, plan, serve, status, trace
+from hisparse.cli import bench, config, demo, doctor, plan, serve, status, trace
 from hisparse.cli.console import err, out
 from hisparse.errors import ConfigError, HiSparseError
 
@@ -37,13 +37,23 @@ app.command()(plan.plan)
 app.command()(doctor.doctor)
 app.command()(status.status)
 app.command()(demo.demo)
+app.add_typer(bench.app, name="bench")
 app.add_typer(trace.app, name="trace")
+app.add_typer(config.app, name="config")
 
 
-def main() -> None:
-    """Entry point. A mistake of the caller ends with one message and status 2, a failure with status 1."""
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. A mistake of the caller ends with one message and status 2, a failure with status 1, Ctrl-C with 130.
+
+    Args:
+        arguments: instead of the process's.
+    """
+    if arguments is not None:
+        sys.argv = ["hisparse", *arguments]
     try:
         app(prog_name="hisparse")
+    except KeyboardInterrupt:  # inside of a command, typer does the same
+        sys.exit(130)
     except ConfigError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -1,4 +1,7 @@
-"""Line charts as SVG, written by hand: no plotting library, text stays text, light and dark, readable without colours."""
+"""Line charts as SVG, written by hand: no plotting library, text stays text, light and dark, readable without colours.
+
+A PNG is made of the SVG by another program, see `hisparse.cli.png`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from hisparse.cli import png
 from hisparse.errors import ConfigError
 
 PANEL_WIDTH, PANEL_HEIGHT = 420, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 46
-LEGEND_HEIGHT = 26
+HEAD_HEIGHT = 54
+"""Title and legend."""
 COLUMNS = 2
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2")
 STYLE = """
@@ -49,9 +54,11 @@ class Panel:
 
 def check_plot(path: Path) -> None:
     """Raises ConfigError unless a chart may be written to `path`; before the work whose result it shows."""
-    if path.suffix != ".svg":
-        raise ConfigError(f"charts are written as SVG, got {path}; name it {path.with_suffix('.svg')} (browsers show it, and "
-                          "rsvg-convert or inkscape make a PNG of it)")
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"charts are written as SVG or PNG, got {path}; name it {path.with_suffix('.svg')}")
+    if path.suffix == ".png" and png.converter() is None:
+        raise ConfigError(f"a PNG is made by one of {', '.join(png.PROGRAMS)}, none of which is installed; name the chart "
+                          f"{path.with_suffix('.svg')}, which browsers show")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write the chart {path}: there is no directory {path.parent}")
 
@@ -60,22 +67,22 @@ def write(path: Path, title: str, panels: Sequence[Panel]) -> None:
     """Writes the panels, two in a row, with one legend.
 
     Raises:
-        ConfigError: see `check_plot`; or the file cannot be written.
+        ConfigError: see `check_plot`; or the file cannot be written. HiSparseError: see `png.convert`.
     """
     check_plot(path)
     try:
-        path.write_text(render(title, panels))
+        if path.suffix == ".png":
+            png.convert(render(title, panels), path, width=_size(panels)[0], height=_size(panels)[1])
+        else:
+            path.write_text(render(title, panels))
     except OSError as error:
         raise ConfigError(f"cannot write the chart {path}: {error.strerror}") from error
 
 
 def render(title: str, panels: Sequence[Panel]) -> str:
     """The SVG document."""
-    columns = min(COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    width, top = columns * PANEL_WIDTH, 28 + LEGEND_HEIGHT
-    height = top + rows * PANEL_HEIGHT
+    width, height = _size(panels)
     words = "; ".join(f"{panel.title}: " + ", ".join(_in_words(line) for line in panel.lines) for panel in panels)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
              'role="img" aria-labelledby="t d">',
@@ -86,9 +93,15 @@ def render(title: str, panels: Sequence[Panel]) -> str:
         parts.append(f'<path d="M{x:.0f} 40h26" {_stroke(i)}/><text x="{x + 32:.0f}" y="44">{escape(name)}</text>')
         x += 32 + 7.2 * len(name) + 22
     for i, panel in enumerate(panels):
-        at = (i % columns * PANEL_WIDTH, top + i // columns * PANEL_HEIGHT)
+        at = (i % COLUMNS * PANEL_WIDTH, HEAD_HEIGHT + i // COLUMNS * PANEL_HEIGHT)
         parts += [f'<g transform="translate({at[0]} {at[1]})">', *_panel(panel, names), "</g>"]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _size(panels: Sequence[Panel]) -> tuple[int, int]:
+    """Width and height of the document."""
+    columns = min(COLUMNS, len(panels))
+    return columns * PANEL_WIDTH, HEAD_HEIGHT + -(-len(panels) // columns) * PANEL_HEIGHT
 
 
 def _panel(panel: Panel, names: list[str]) -> list[str]:

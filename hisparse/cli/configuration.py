@@ -7,43 +7,41 @@ from typing import Any
 
 import yaml
 
-from hisparse.config import HiSparseConfig, load_config
+from hisparse.cli.serve_file import configuration_of, is_serve_file
+from hisparse.config import Document, HiSparseConfig, load_config
+from hisparse.config.loading import merge
 from hisparse.errors import ConfigError
 
 
 def read_configuration(config: Path | None, model: str | None, sets: list[str]) -> HiSparseConfig:
-    """From a configuration file or a Serve file (its first application's `args`), a model, and `section.key=value`s.
+    """From a configuration file or a Serve file (its application's `args`), a model, and `section.key=value`s.
 
     Raises:
         ConfigError: see `load_config`; or neither or both of file and model are given.
     """
     if (config is None) == (model is None):
         raise ConfigError("give either CONFIG.yaml or --model PATH ('recall' is the bundled checkpoint)")
-    overrides: dict[str, Any] = {}
-    for item in sets:
-        path, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes section.key=value, got {item!r}")
-        node = overrides
-        *sections, leaf = path.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = yaml.safe_load(value)
+    overrides = _overrides(sets)
     if model is not None:
         return load_config({"model": {"path": model}}, overrides)
     assert config is not None
-    source: Path | dict[str, Any] = config
-    if config.is_file() and "applications:" in config.read_text():
-        source = _from_serve_file(config)
-    return load_config(source, overrides)
+    document = Document.read(config)
+    return load_config(configuration_of(document) if is_serve_file(document) else document, overrides)
 
 
-def _from_serve_file(path: Path) -> dict[str, Any]:
-    data = yaml.safe_load(path.read_text())
-    try:
-        args = dict(data["applications"][0]["args"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{path}: a Serve file needs the configuration in applications[0].args") from error
-    http = data.get("http_options") or {}
-    args["serve"] = {key: http[key] for key in ("host", "port") if key in http} | dict(args.get("serve") or {})
-    return args
+def _overrides(sets: list[str]) -> dict[str, Any]:
+    """Example: ["cache.hot_rows=[64, 128]"] -> {"cache": {"hot_rows": [64, 128]}}."""
+    found: dict[str, Any] = {}
+    for item in sets:
+        path, equals, value = item.partition("=")
+        *sections, leaf = path.split(".")
+        if not equals or not all([*sections, leaf]):
+            raise ConfigError(f"--set takes section.key=value, got {item!r}")
+        try:
+            given: Any = {leaf: yaml.safe_load(value)}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {item}: the value is not valid YAML: {getattr(error, 'problem', error)}") from error
+        for section in reversed(sections):
+            given = {section: given}
+        found = merge(found, given)
+    return found

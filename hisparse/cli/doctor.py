@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hisparse.cli.configuration import read_configuration
-from hisparse.cli.console import AsJson, err, out
+from hisparse.cli.console import AsJson, err, out, table
 from hisparse.errors import HiSparseError
 
 MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]", "skip": "[dim]skip[/dim]"}
@@ -73,9 +73,9 @@ def _of_cluster(needs: Any) -> Any:
 
 
 def _table(name: str, findings: Any) -> Table:
-    table = Table("", "check", "found", title=escape(name), title_justify="left")
+    shown = table("", "check", "found", title=escape(name))
     for found in findings:
         text = escape(found.text) + (f"\n[bold]fix:[/bold] {escape(found.fix)}" if found.fix else "")
-        table.add_row(MARKS[found.status], escape(found.check), text)
-    return table
+        shown.add_row(MARKS[found.status], escape(found.check), text)
+    return shown
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
 from hisparse.cli import chart
-from hisparse.cli.console import AsJson, err, out
+from hisparse.cli.console import AsJson, err, out, table
 from hisparse.errors import ConfigError
 
 GIB = 1 << 30
@@ -39,7 +38,7 @@ def plan(
     workspace_gib: Annotated[float, typer.Option(help="Of that, for activations and buffers.", min=0)] = 4.0,
     contexts: Annotated[list[str] | None, typer.Option("--context", help="Tokens, e.g. 96k. Repeatable; default 8k to "
                                                        "1M.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg or FILE.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how many requests fit, with and without HiSparse, per context length.
@@ -112,23 +111,22 @@ def _print(result: Any) -> None:
     ]
     out.print(_title(result), style="bold", highlight=False, soft_wrap=True)
     for label, text in facts:
-        out.print(f"{label:<11}{text}", highlight=False, soft_wrap=True)
-    table = Table(title="requests that fit", title_justify="left")
-    for column in ("context", "device only", "HiSparse", "gain", "lives on", "host GiB", "fixed MiB"):
-        table.add_column(column, justify="left" if column == "lives on" else "right", no_wrap=True)
+        out.print(f"{label:<11}{text}", highlight=False)
+    columns = ("context", "device only", "HiSparse", "gain", "lives on", "host GiB", "fixed MiB")
+    shown = table(*columns, title="requests that fit", right=set(columns) - {"lives on"})
     for row in result.rows:
         gain = f"{row.requests_hisparse / row.requests_device_only:.1f} x" if row.requests_device_only else "-"
         limited = "*" if row.limit == "host memory" else ""
-        table.add_row(chart.short(row.context_tokens), f"{row.requests_device_only:,}",
+        shown.add_row(chart.short(row.context_tokens), f"{row.requests_device_only:,}",
                       f"{row.requests_hisparse:,}{limited}", gain, row.landing, f"{row.host_bytes / GIB:,.0f}",
                       f"{row.fixed_bytes / MIB:,.0f}")
-    out.print(table)
+    out.print(shown)
     notes = ["fixed MiB: hot region, tail and tables of one host-backed request on each GPU.", *result.assumptions()]
     if any(row.limit == "host memory" for row in result.rows):
         notes.insert(0, "* the host pool is full, not the GPU.")
     for note in notes:
         first = "" if note.startswith("*") else "- "
-        lines = textwrap.wrap(note, WIDTH - 1, initial_indent=first, subsequent_indent="  ")
+        lines = textwrap.wrap(note, min(WIDTH, out.width) - 1, initial_indent=first, subsequent_indent="  ")
         out.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 

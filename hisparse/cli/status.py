@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from hisparse.cli.console import AsJson, out
+from hisparse.cli.console import AsJson, out, table
 from hisparse.errors import HiSparseError
 from hisparse.layout import rows_text
 
@@ -38,7 +37,8 @@ def status(
         with urllib.request.urlopen(request, timeout=30) as response:
             data = json.load(response)
     except urllib.error.HTTPError as error:
-        raise HiSparseError(f"{url}/stats answered {error.code}: {error.read(400).decode(errors='replace')}") from error
+        hint = "; give the service's key with --api-key or OPENAI_API_KEY" if error.code in (401, 403) else ""
+        raise HiSparseError(f"{url}/stats answered {error.code}: {_message(error)}{hint}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise HiSparseError(f"no service answers at {url} ({error}); start one with 'hisparse serve'") from error
     if as_json:
@@ -50,18 +50,24 @@ def status(
         raise typer.Exit(1)
 
 
+def _message(error: urllib.error.HTTPError) -> str:
+    """Of an error in OpenAI's shape, else the body's beginning."""
+    body = error.read(4096)
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:400].decode(errors="replace")
+
+
 def _print_status(data: dict[str, Any]) -> None:
     now, since = ("running", "waiting", "loading", "held"), ("finished", "preemptions", "import_failures", "check")
-    table = Table("engine", "health", title=escape(f"model {data['model']}"), title_justify="left")
-    for name in now:
-        table.add_column(name, justify="right")
+    shown = table("engine", "health", *now, title=escape(f"model {data['model']}"), right=now)
     for item in data["engines"]:
         health = "ok" if item["health"].get("ok") else f"[red]{escape(str(item['health'].get('reason')))}[/red]"
-        table.add_row(escape(item["engine"]), health, *(str(item.get(name, "-")) for name in now))
-    out.print(table)
+        shown.add_row(escape(item["engine"]), health, *(str(item.get(name, "-")) for name in now))
+    out.print(shown)
     for item in data["engines"]:
-        details = Table("since its start, and its cache", title=escape(item["engine"]), title_justify="left")
-        details.add_column("value", justify="right")
+        details = table("since its start, and its cache", "value", title=escape(item["engine"]), right=["value"])
         if item.get("hot_region_rows"):
             details.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
         values = {name: item[name] for name in since if name in item} | (item.get("cache") or {})

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
-from rich.table import Table
 
 from hisparse.cli import chart
-from hisparse.cli.console import AsJson, err, out
+from hisparse.cli.console import AsJson, err, out, table
 from hisparse.errors import ConfigError, HiSparseError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich",
@@ -77,7 +76,7 @@ def replay(
     kinds: Kinds = None,
     steps: Annotated[int, typer.Option(help="Decode steps to make without a trace.", min=1)] = STEPS,
     seed: Seed = 0,
-    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Chart to write, FILE.svg or FILE.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how many rows per layer and step a hot region would miss.
@@ -194,19 +193,17 @@ def _synthesise(kinds: list[str] | None, steps: int, seed: int, changes: dict[st
 
 
 def _print(rows: list[Any], policies: list[str]) -> None:
-    table = Table(title="rows missed per layer and step", title_justify="left")
-    table.add_column("layer")
-    for name in ("hot rows", *(NAMES[policy] for policy in policies)):
-        table.add_column(name, justify="right")
+    numbers = ["hot rows", *(NAMES[policy] for policy in policies)]
+    shown = table("layer", *numbers, title="rows missed per layer and step", right=numbers)
     found = {(row.series, row.hot_rows, row.policy): row.mean for row in rows}
     last = None
     for series, size in dict.fromkeys((row.series, row.hot_rows) for row in rows):
         if last not in (None, series):
-            table.add_section()
-        table.add_row("" if series == last else series, f"{size:,}",
+            shown.add_section()
+        shown.add_row("" if series == last else series, f"{size:,}",
                       *(f"{found[series, size, policy]:,.0f}" for policy in policies))
         last = series
-    out.print(table)
+    out.print(shown)
 
 
 def _panels(rows: list[Any]) -> list[chart.Panel]:

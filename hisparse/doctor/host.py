@@ -108,8 +108,8 @@ class Host:
             yield Finding(check="leftovers", status=Status.OK, text=f"no pool of a dead engine in {self.shm}")
 
 
-def probe_port(needs: Needs) -> Iterator[Finding]:
-    """A port that our own service answers on is no mistake."""
+def probe_port(needs: Needs, *, ours_is_fine: bool = True) -> Iterator[Finding]:
+    """A port that our own service answers on is no mistake, unless another one is to start there."""
     where = f"{needs.host}:{needs.port}"
     if not needs.port:
         yield Finding(check="HTTP port", status=Status.OK, text="any free one")
@@ -120,10 +120,12 @@ def probe_port(needs: Needs) -> Iterator[Finding]:
             probe.bind((needs.host, needs.port))
     except OSError as error:
         if _is_ours(needs):
-            yield Finding(check="HTTP port", status=Status.OK, text=f"a running hisparse answers on {where}")
+            ours = f"a running hisparse answers on {where}"
+            yield Finding(check="HTTP port", status=Status.OK, text=ours) if ours_is_fine else Finding(
+                check="HTTP port", status=Status.FAIL, text=ours, fix="stop it, or choose another serve.port (0: any free one)")
             return
         yield Finding(check="HTTP port", status=Status.FAIL, text=f"{where}: {error.strerror or error}",
-                      fix="stop what listens there (ss -ltnp), or choose another serve.port")
+                      fix="stop what listens there (ss -ltnp), or choose another serve.port (0: any free one)")
         return
     yield Finding(check="HTTP port", status=Status.OK, text=f"{where} is free")
 

@@ -26,6 +26,7 @@ from hisparse.metrics import NullSink, RequestFeed, Sink
 from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
+from hisparse.serve.ending import ENDING_S, shut_down
 from hisparse.serve.ingress import create_api
 from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
@@ -37,8 +38,6 @@ HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
 GRACE_S = 40.0
 """For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
-ENDING_S = 60.0
-"""For an earlier Serve instance, of which no application is left, to go."""
 
 
 class _EngineReplica:
@@ -219,7 +218,7 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
         HiSparseError: Serve runs there already (its apps and its port are not ours to change), or a replica could not
             start; with the reason.
     """
-    _check_no_other_serve()
+    check_no_other_serve()
     KeyRing(config.serve)  # a file that cannot be read is an error here, not in a replica
     application = build_app(config.model_dump())
     serve.start(http_options={"host": config.serve.host, "port": port})
@@ -230,10 +229,10 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             raise HiSparseError(f"the service did not start: {_why(name) or error}") from error
         yield
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        shut_down()
 
 
-def _check_no_other_serve() -> None:
+def check_no_other_serve() -> None:
     """Refuses a cluster on which Serve runs; one that is just ending (no application is left) gets its time."""
     deadline_s = time.monotonic() + ENDING_S
     while True:

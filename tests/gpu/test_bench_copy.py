@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.gpu
 
 
-def test_every_case_gives_a_number(tmp_path: Path) -> None:
-    from benchmarks import bench_copy
+def test_every_case_gives_a_number() -> None:
+    from hisparse.bench import copies
 
-    path = tmp_path / "copy.jsonl"
-    assert bench_copy.main(["--quick", "--json", str(path)]) == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    cases = {row["case"] for row in rows}
+    facts, rows = copies.run(quick=True)
+    cases = {row.case for row in rows}
     assert {"append 16 x 656 B, mirrored", "append 1 x 1152 B, mirrored", "spill 16 pages", "restore 16 pages, CPU",
             "scatter 16 grouped pages to host and device", "gather 16 pages of one layer"} <= cases
-    assert all(row["value"] > 0 and row["unit"] and row["hardware"] and row["bar"] is None for row in rows)
+    assert facts["hardware"] and all(row.value > 0 and row.unit and row.bar is None for row in rows)
 
 
 def test_wrong_bytes_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.data_plane import pages
+    from hisparse.bench.data_plane import pages
     from hisparse.ops.cuda.pages import PageCopier
 
     monkeypatch.setattr(PageCopier, "spill", lambda self, pages: None)

@@ -51,17 +51,30 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
             engines = json.loads(status.stdout)["engines"]
             assert [engine["check"] for engine in engines] == ["ok", "ok"]
             assert all(Path(engine["host_pool"]).exists() for engine in engines)
+            asked_for = ["-c", "2", "-n", "4", "--alone", "1", "--prompt-tokens", "300", "--output-tokens", "4"]
+            load = subprocess.run([*command, "bench", "serve", "--url", url, *asked_for, "--shared-prefix", "0.7", "--json"],
+                                  cwd=ROOT, capture_output=True, text=True, timeout=120)
+            assert load.returncode == 0, load.stderr
+            rows = {row["case"]: row for row in json.loads(load.stdout)["rows"]}
+            loaded = rows["2 clients: output"]
+            assert (loaded["answered"], loaded["failures"]) == (4, {}) and loaded["ratio_to_ceiling"] > 0
+            assert 4 * 250 < loaded["prompt_tokens"] < 4 * 350
+            assert loaded["cached_tokens"] >= 4 * 64, "what the prompts share is cached from the second one on"
+            assert rows["2 clients: time to first token"]["value"] > 0
             with ThreadPoolExecutor(1) as pool:  # somebody looks at the residency page meanwhile
                 opened = threading.Event()
                 watched = pool.submit(watch, url.removesuffix("/v1") + "/residency/events", opened)
                 assert opened.wait(30)
                 server.send_signal(signal.SIGINT)
-                _, errors = server.communicate(timeout=90)
+                output, errors = server.communicate(timeout=90)
                 watched.result(timeout=30)
         finally:
             server.kill()
     assert server.returncode == 0, errors
-    assert errors.splitlines()[-1] == "stopped" and "Traceback" not in errors
+    assert output == "", "nothing of Ray's on stdout"
+    said = [line for line in errors.splitlines() if "authentication" not in line]
+    assert said == [f"starting the service on the Ray cluster at {cluster} ...", "stopping: open streams end first ...",
+                    "stopped"]
     assert not any(Path(engine["host_pool"]).exists() for engine in engines)
 
 

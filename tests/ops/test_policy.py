@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import bench_policy
-from benchmarks.bench_policy import FACTOR, SIZES, SLACK, SUMMED
+from hisparse.bench import policy as bench_policy
+from hisparse.bench.policy import FACTOR, SIZES, SLACK, SUMMED
 from hisparse.trace.policies import FIFO, LRU, Belady
 from hisparse.trace.selection import LAYER_TYPES, Order, SelectionModel
 from hisparse.trace.shipped import Shipped
@@ -109,9 +107,7 @@ def test_parameters_of_a_selection_do_what_they_say():
         SelectionModel(pool=100, top_k=64, recent=65)
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "policy.jsonl"
-    assert bench_policy.main(["--quick", "--check", "--order", "ascending", "--json", str(path)]) == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def test_the_benchmark_runs() -> None:
+    _, rows = bench_policy.run(quick=True, orders=["ascending"])
     assert len(rows) == len(bench_policy.KINDS) * len(SIZES) + 1
-    assert all(row["value"] > 0 and row["bar"] is None for row in rows)
+    assert all(row.value > 0 and row.bar is None for row in rows)
