@@ -77,8 +77,8 @@ def guide_blocks(kind: str) -> list[str]:
 
 
 def test_the_guide_quotes_the_example() -> None:
-    quoted = [line for block in guide_blocks("python") for line in block.splitlines()]
-    example = EXAMPLE.read_text().splitlines()
+    quoted = [line.strip() for block in guide_blocks("python") for line in block.splitlines()]
+    example = [line.strip() for line in EXAMPLE.read_text().splitlines()]
     assert len(quoted) > 8
     for line in quoted:
         assert line in example, f"docs/embedding.md quotes a line that is not in the example: {line}"

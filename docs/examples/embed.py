@@ -29,7 +29,7 @@ def main(device: str = "cpu") -> tuple[hs.ResolveStats, hs.CacheStats]:
         """One step of (request, first position, tokens): a chunk of one prompt, or a token of each request."""
         nonlocal totals, step
         step += 1
-        rank.worker.start_step(cache.plan_step(step, scheduled))  # scheduler -> worker; pickle it, if they are two processes
+        rank.worker.start_step(cache.plan_step(step, scheduled))  # scheduler -> worker
         if scheduled:
             seats = torch.tensor([cache.seat(name) for name, _, tokens in scheduled for _ in range(tokens)])
             positions = torch.tensor([first + i for _, first, tokens in scheduled for i in range(tokens)])
