@@ -87,7 +87,7 @@ class CapacityRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """All of them, and what they were computed from."""
+    """All of them, and what they were computed from. `left_out_tokens`: contexts beyond the model's longest."""
 
     deployment: Deployment
     layout: KVCacheLayout
@@ -97,6 +97,7 @@ class CapacityPlan:
     kv_bytes: int
     crossover_tokens: int | None
     rows: tuple[CapacityRow, ...]
+    left_out_tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, deployment: Deployment, contexts: Sequence[int] = CONTEXTS) -> CapacityPlan:
@@ -112,7 +113,8 @@ class CapacityPlan:
             raise ConfigError(f"context lengths must be in 1..{longest} tokens for this model, got {list(contexts)}")
         return cls(deployment=deployment, layout=sizes.layout, hot_rows=sizes.hot_rows, weights_params=sizes.weights_params,
                    weights_bytes=sizes.weights_bytes, kv_bytes=sizes.kv_bytes, crossover_tokens=sizes.crossover(longest),
-                   rows=tuple(sizes.row(context) for context in fitting))
+                   rows=tuple(sizes.row(context) for context in fitting),
+                   left_out_tokens=tuple(context for context in contexts if context > longest))
 
     def assumptions(self) -> list[str]:
         """What the numbers rest on, one sentence each."""
@@ -134,6 +136,8 @@ class CapacityPlan:
             f"Position table: {table}. Hot regions do not grow.",
             *([f"Drafts: {d.spec_tokens} tokens, verified together; the {_mtp_layers(d)} MTP layer is loaded, with its own "
                "indexer and rows. The engine of this repository does not draft yet."] if d.spec_tokens else []),
+            *([f"Contexts beyond the model's longest, {layout.shape.max_positions:,} tokens, are left out."]
+              if self.left_out_tokens else []),
             "Memory only: what misses cost is shown by 'hisparse trace replay'.",
         ]
 
@@ -148,7 +152,8 @@ class CapacityPlan:
             "block_bytes": self.layout.block_bytes, "num_groups": self.layout.num_resident_groups,
             "hot_rows": list(self.hot_rows), "weights_params": self.weights_params,
             "weights_bytes_per_gpu": self.weights_bytes, "kv_bytes_per_gpu": self.kv_bytes,
-            "crossover_tokens": self.crossover_tokens, "rows": [dataclasses.asdict(row) for row in self.rows],
+            "crossover_tokens": self.crossover_tokens, "left_out_tokens": list(self.left_out_tokens),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
             "assumptions": self.assumptions(),
         }
 

@@ -192,7 +192,11 @@ def test_presets_have_the_published_shapes() -> None:
 def test_contexts_beyond_the_model_are_left_out() -> None:
     plan = CapacityPlan.of(deployment("deepseek-v3.2"))
     assert [row.context_tokens for row in plan.rows] == [8 * K, 16 * K, 32 * K, 64 * K, 128 * K]
-    assert [row.context_tokens for row in CapacityPlan.of(deployment()).rows] == list(CONTEXTS)
+    assert plan.left_out_tokens == (256 * K, 512 * K, 1024 * K)
+    assert any("longest, 163,840 tokens, are left out" in line for line in plan.assumptions())
+    whole = CapacityPlan.of(deployment())
+    assert [row.context_tokens for row in whole.rows] == list(CONTEXTS) and not whole.left_out_tokens
+    assert not any("left out" in line for line in whole.assumptions())
     with pytest.raises(ConfigError, match=r"1\.\.163840 tokens"):
         CapacityPlan.of(deployment("deepseek-v3.2"), [200 * K])
 
