@@ -32,7 +32,7 @@ class Tokenizer:
         template = path / "chat_template.jinja"
         self.chat_template = template.read_text() if template.is_file() else _default_template(settings.get("chat_template"))
         self.special_tokens = {name: _content(token) for name, token in settings.items() if name.endswith("_token") and token}
-        self._added = {number: token.content for number, token in self._fast.get_added_tokens_decoder().items()}
+        self._added = dict(self._fast.get_added_tokens_decoder())
         self._byte_level = "ByteLevel" in repr(self._fast.decoder)
 
     def encode(self, text: str) -> list[int]:
@@ -43,14 +43,15 @@ class Tokenizer:
         """Text of the ids; incomplete UTF-8 becomes U+FFFD."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, also where that is a part of a character. Special tokens have their name.
+    def piece(self, token_id: int) -> bytes | str:
+        """What one token stands for: its bytes, also where they are a part of a character; or, of a special token, which
+        has no text, its name.
 
         Example: of "é" in two tokens the first is b"\\xc3", for which `decode` can only say U+FFFD.
         """
         added = self._added.get(token_id)
         if added is not None:
-            return added.encode()
+            return str(added.content) if added.special else str(added.content).encode()
         piece = self._fast.id_to_token(token_id) if self._byte_level else None
         if piece is None or any(char not in _byte_of() for char in piece):
             return self.decode([token_id], skip_special_tokens=False).encode()

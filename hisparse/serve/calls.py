@@ -34,11 +34,15 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """One output token as bytes (a token may be a part of a character), its log probability, and the likeliest alternatives."""
+    """One output token, its log probability, and the likeliest alternatives.
 
-    token: bytes
+    Attributes:
+        token: bytes, because it may be a part of a character; or the name of a special token, which has no text.
+    """
+
+    token: bytes | str
     logprob: float
-    top: tuple[tuple[bytes, float], ...] = ()
+    top: tuple[tuple[bytes | str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from hisparse.serve.calls import Chunk
 from hisparse.serve.errors import ApiError
@@ -19,7 +20,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body, never more than `limit` bytes of it.
 
     Raises:
-        ApiError: 413 when it is longer, 408 when it does not come in time, 400 for a length that is no number.
+        ApiError: 413 when it is longer, 408 when it does not come in time, 400 for a length that is no number, 499 (which
+            nobody will read) when the client leaves before it has sent it.
     """
     try:
         announced = int(request.headers.get("content-length", "0"))
@@ -33,6 +35,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                     body += part
                     if len(body) > limit:
                         break
+    except ClientDisconnect:
+        raise ApiError(499, "the client closed the connection", code="client_closed_request") from None
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s (serve.request_timeout_s)") from None
     if max(announced, len(body)) > limit:

@@ -185,8 +185,8 @@ class DecodeService:
     def _chunk(self, output: RequestOutput, facts: dict[str, Any]) -> Chunk:
         logprobs = tuple(
             TokenLogprob(
-                token=self._tokenizer.token_bytes(item.token_id), logprob=item.logprob or 0.0,
-                top=tuple((self._tokenizer.token_bytes(token), value) for token, value in item.top_logprobs),
+                token=self._tokenizer.piece(item.token_id), logprob=item.logprob or 0.0,
+                top=tuple((self._tokenizer.piece(token), value) for token, value in item.top_logprobs),
             )
             for item in output.logprobs
         )

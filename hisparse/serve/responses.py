@@ -73,7 +73,7 @@ class CompletionResponse(_Response):
 class TopLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None = Field(description="Of a special token null: it has no text.")
 
 
 class TokenLogprob(TopLogprob):

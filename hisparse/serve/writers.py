@@ -44,8 +44,10 @@ def error_event(error: ApiError) -> str:
     return event(error.body())
 
 
-def token_text(token: bytes) -> str:
+def token_text(token: bytes | str) -> str:
     r"""A token as text; a part of a character as OpenAI writes it, e.g. "bytes:\xe2\x80"."""
+    if isinstance(token, str):
+        return token
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -75,7 +77,8 @@ class _Choice:
 
     def offset_of_next(self, token: TokenLogprob) -> int:
         offset = self.num_chars
-        self.num_chars += len(self.decoder.decode(token.token))
+        if isinstance(token.token, bytes):
+            self.num_chars += len(self.decoder.decode(token.token))
         return offset
 
 
@@ -193,8 +196,8 @@ def _with_own(item: TokenLogprob) -> dict[str, float]:
     return {token_text(token): value for token, value in (*item.top, (item.token, item.logprob))}
 
 
-def _top(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
+def _top(token: bytes | str, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token) if isinstance(token, bytes) else None}
 
 
 class ChatWriter(Writer):
