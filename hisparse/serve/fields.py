@@ -16,6 +16,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOP_LOGPROBS = 20
 
 Prompt = str | list[int] | list[str] | list[list[int]]
 
@@ -47,8 +48,14 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
-TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKEN_ID)]
+_WHOLE = BeforeValidator(_integral)
+# Bounds stand before the validator, and at the number instead of at "number or null": else they do not get into the schema.
+AtLeastOne = Annotated[int, Field(ge=1), _WHOLE]
+AtLeastZero = Annotated[int, Field(ge=0), _WHOLE]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), _WHOLE]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), _WHOLE]
 
 
 def is_text(value: Any) -> bool:

@@ -46,6 +46,10 @@ class Guard:
                 raise ApiError(403, "this service has no API keys, so it answers only clients on its own machine; its operator "
                                     "can set serve.api_keys_file, or serve.allow_no_keys behind a gateway of their own",
                                code="no_api_keys")
+            host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            if not is_open and not self._allow_no_keys and not is_own_name(host):
+                raise ApiError(403, "this service has no API keys, so it answers only to an address or a local name, which no web "
+                                    "page can claim; ask http://127.0.0.1, or set serve.api_keys_file", "Host", "foreign_host")
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.decode("utf-8", "replace").partition(" ")
@@ -68,6 +72,20 @@ def is_local(client: Any) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+def is_own_name(host: str) -> bool:
+    """Whether a Host header is an address, `localhost` or a name without a domain. A page on the web that had its own name
+    resolve to this machine (DNS rebinding) would send that name, and could then read what we answer."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.endswith(".localhost")
+    return True
+
+
 class Measured:
     """Counts and times every HTTP request, streams to their end; gives each an id, which its answer's head and logs name."""
 
@@ -86,7 +104,8 @@ class Measured:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode()),
+                                                 (b"x-content-type-options", b"nosniff")]}
             ended = ended or (message["type"] == "http.response.body" and not message.get("more_body"))
             await send(message)
 

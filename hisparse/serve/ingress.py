@@ -28,7 +28,7 @@ from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
 from hisparse.serve.keys import KeyRing, tenant_salt
 from hisparse.serve.openapi import GENERATION_ERRORS, answers, body_of, describe
 from hisparse.serve.requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest
-from hisparse.serve.responses import ChatResponse, CompletionResponse, Health, ModelCard, ModelList, Stats
+from hisparse.serve.responses import ChatChunk, ChatResponse, CompletionResponse, Health, ModelCard, ModelList, Stats
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         return Response(writer.whole().model_dump_json(exclude_unset=True), media_type="application/json")
 
     @api.post("/v1/completions", openapi_extra=body_of(CompletionRequest),
-              responses=answers(CompletionResponse, *GENERATION_ERRORS, stream="CompletionResponse objects, then [DONE]."))
+              responses=answers(CompletionResponse, *GENERATION_ERRORS, chunk=CompletionResponse))
     async def completions(request: Request) -> Response:
         """Continues each prompt."""
         body = await read(request, CompletionRequest)
@@ -90,7 +90,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         writer = CompletionWriter(
             facts.model, request.scope[REQUEST_ID], fingerprint=facts.fingerprint, num_choices=len(prompts) * n,
             num_prompts=len(prompts), include_usage=body.include_usage, logprobs=body.num_logprobs is not None,
-            token_ids=body.return_token_ids, warnings=body.warnings)
+            token_ids=bool(body.return_token_ids), warnings=body.warnings)
         calls = [
             GenerateCall(
                 request_id=f"{writer.id}-{p * n + i}", max_tokens=body.max_tokens, default_tokens=COMPLETION_TOKENS,
@@ -103,14 +103,14 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         return await answer(request, calls, writer, body.stream)
 
     @api.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest),
-              responses=answers(ChatResponse, *GENERATION_ERRORS, stream="ChatChunk objects, then [DONE]."))
+              responses=answers(ChatResponse, *GENERATION_ERRORS, chunk=ChatChunk))
     async def chat_completions(request: Request) -> Response:
         """Answers the last message of a conversation."""
         body = await read(request, ChatRequest)
         messages = tuple((message.role, message.text) for message in body.messages)
         writer = ChatWriter(
             facts.model, request.scope[REQUEST_ID], fingerprint=facts.fingerprint, num_choices=body.num_choices,
-            include_usage=body.include_usage, logprobs=body.num_logprobs is not None, token_ids=body.return_token_ids,
+            include_usage=body.include_usage, logprobs=body.num_logprobs is not None, token_ids=bool(body.return_token_ids),
             warnings=body.warnings)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         calls = [

@@ -13,7 +13,7 @@ from hisparse import __version__
 from hisparse.serve.facts import ServerFacts
 from hisparse.serve.guard import OPEN_PATHS
 from hisparse.serve.requests import ChatRequest, CompletionRequest
-from hisparse.serve.responses import ErrorResponse
+from hisparse.serve.responses import ChatChunk, ErrorResponse
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -41,16 +41,24 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(kind: type[BaseModel], *errors: int, stream: str = "") -> dict[int | str, dict[str, Any]]:
+def answers(kind: type[BaseModel], *errors: int, chunk: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
     """For `responses` of a route.
 
     Args:
-        errors: statuses besides those that every route has. stream: what its events are, if it can stream.
+        errors: statuses besides those that every route has. chunk: what its events carry, if it can stream.
     """
     found: dict[int | str, dict[str, Any]] = {200: {"model": kind, "description": "The answer."}}
-    if stream:
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": stream}}}
+    if chunk is not None:
+        found[200]["content"] = {"text/event-stream": {"schema": _event_of(chunk)}}
     return found | {status: error_answer(status) for status in errors}
+
+
+def _event_of(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event."""
+    contents = [{"$ref": _REF.format(model=kind.__name__)} for kind in (chunk, ErrorResponse)]
+    data = {"anyOf": [{"const": "[DONE]", "description": "The last event of a whole answer."},
+                      {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": contents}}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def error_answer(status: int) -> dict[str, Any]:
@@ -80,7 +88,7 @@ def _document(api: FastAPI, facts: ServerFacts, *, keys: bool, refused: int | No
     components = found.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     _, requests = models_json_schema([(CompletionRequest, "validation"), (ChatRequest, "validation"),
-                                      (ErrorResponse, "serialization")], ref_template=_REF)
+                                      (ChatChunk, "serialization"), (ErrorResponse, "serialization")], ref_template=_REF)
     schemas |= requests["$defs"]
     for name in ("HTTPValidationError", "ValidationError"):  # this server never answers 422
         schemas.pop(name, None)

@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from hisparse.serve.fields import MAX_CHOICES, Ignored, Int, PromptField, StopField, TokenId, Unsupported
+from hisparse.serve.fields import (
+    MAX_CHOICES,
+    AtLeastOne,
+    AtLeastZero,
+    Ignored,
+    NumChoices,
+    NumLogprobs,
+    PromptField,
+    Seed,
+    StopField,
+    TokenId,
+    Unsupported,
+)
 from hisparse.types import SamplingParams
 
-MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that names none: OpenAI's default."""
@@ -52,28 +63,23 @@ class _Common(_Body):
     model: str = Field(min_length=1, description="The name that GET /v1/models lists.")
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream: true.")
-    max_tokens: Int | None = Field(None, ge=1, description="Tokens of the answer at most.")
+    max_tokens: AtLeastOne | None = Field(None, description="Tokens of the answer at most.")
     temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token. Default 1.")
     top_p: float | None = Field(None, ge=0, le=1, description="Draw from the smallest set of tokens that has this probability.")
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**63, description="Makes draws repeatable; choice i has seed + i.")
-    n: Int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices of each prompt.")
+    seed: Seed | None = Field(None, description="Makes draws repeatable; choice i has seed + i.")
+    n: NumChoices | None = Field(None, description="Choices of each prompt.")
     stop: StopField = Field(default_factory=list)
     user: Annotated[str | None, Ignored] = None
-    top_k: Int | None = Field(None, ge=0, description="Draw from the k likeliest tokens; 0: from all.")
-    stop_token_ids: Annotated[list[TokenId], _FIRST] = Field(
-        default_factory=list, max_length=MAX_STOP_TOKENS, description="Tokens that end the answer.")
-    ignore_eos: bool = Field(False, description="Go on after the model's end of sequence.")
-    return_token_ids: bool = Field(False, description="Put the ids of the answer's tokens into its hisparse field.")
+    top_k: AtLeastZero | None = Field(None, description="Draw from the k likeliest tokens; 0: from all.")
+    stop_token_ids: Annotated[list[TokenId], _FIRST, Field(max_length=MAX_STOP_TOKENS)] | None = Field(
+        None, description="Tokens that end the answer.")
+    ignore_eos: bool | None = Field(None, description="Go on after the model's end of sequence.")
+    return_token_ids: bool | None = Field(None, description="Put the ids of the answer's tokens into its hisparse field.")
     cache_salt: str | None = Field(None, min_length=1, max_length=256,
                                    description="Share cached prefixes only with requests of the same salt.")
     frequency_penalty: Annotated[Any, Unsupported(0)] = None
     presence_penalty: Annotated[Any, Unsupported(0)] = None
     logit_bias: Annotated[Any, Unsupported({})] = None
-
-    @field_validator("stop_token_ids", "ignore_eos", "return_token_ids", mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].get_default(call_default_factory=True) if value is None else value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _Common:
@@ -106,7 +112,7 @@ class _Common(_Body):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
             seed=None if self.seed is None else self.seed + choice,
-            stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos,
+            stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_logprobs,
         )
 
@@ -115,8 +121,7 @@ class CompletionRequest(_Common):
     """`POST /v1/completions`."""
 
     prompt: PromptField
-    logprobs: Int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS,
-                                 description="Log probabilities of the tokens and of so many alternatives.")
+    logprobs: NumLogprobs | None = Field(None, description="Log probabilities of the tokens and of so many alternatives.")
     best_of: Annotated[Any, Unsupported(1)] = None
     echo: Annotated[Any, Unsupported(False)] = None
     suffix: Annotated[Any, Unsupported("")] = None
@@ -172,10 +177,9 @@ class ChatRequest(_Common):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], _FIRST] = Field(min_length=1)
-    max_completion_tokens: Int | None = Field(None, ge=1, description="Tokens of the answer at most; default: what fits.")
+    max_completion_tokens: AtLeastOne | None = Field(None, description="Tokens of the answer at most; default: what fits.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the tokens.")
-    top_logprobs: Int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS,
-                                     description="Alternatives reported for each token; only with logprobs: true.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives reported for each token; only with logprobs: true.")
     metadata: Annotated[dict[str, str] | None, Ignored] = None
     parallel_tool_calls: Annotated[bool | None, Ignored] = None
     prompt_cache_key: Annotated[str | None, Ignored] = None

@@ -10,20 +10,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
+import torch
 import uvicorn
 from fastapi import FastAPI
 
 from hisparse.actors.coordinator import CoordinatorActor
 from hisparse.config import HiSparseConfig, load_config, model_path
+from hisparse.engine.core import EngineCore
+from hisparse.engine.sampler import Sampler, SampleRow
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.serve.calls import Chunk, GenerateCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.ingress import create_api
 from hisparse.testing.local_engine import LocalEngine
+from hisparse.types import StepCommand
+from tests.engine.fake_executor import FakeExecutor
 
 
 def real_config(*, max_model_len: int = 512, **serve: Any) -> HiSparseConfig:
@@ -35,13 +40,42 @@ def real_config(*, max_model_len: int = 512, **serve: Any) -> HiSparseConfig:
     }, environ={})
 
 
-class RealBackend:
-    """See `Backend`. Its engine runs until `close`."""
+class ScriptedRank(FakeExecutor):
+    """Logits from a random generator instead of a model: a step takes a millisecond. Tokens are drawn by the real sampler."""
 
-    def __init__(self, config: HiSparseConfig) -> None:
+    def submit(self, command: StepCommand) -> None:
+        super().submit(command)
+        (result,) = self._results.pop()
+        rows, logits = [], []
+        for chunk in command.chunks:
+            if chunk.sample:
+                position = chunk.first_position + len(chunk.token_ids)
+                rows.append(SampleRow(request_id=chunk.request_id, position=position, params=chunk.sampling))
+                generator = torch.Generator().manual_seed(chunk.token_ids[-1] * 65537 + position)
+                logits.append(torch.randn(1024, generator=generator) * 4)
+        if rows:
+            tokens = Sampler(salt=1).sample(torch.stack(logits), rows)
+            result = replace(result, sampled={row.request_id: token for row, token in zip(rows, tokens)})
+        self._results.append([result])
+
+
+class RealBackend:
+    """See `Backend`. Its engine runs until `close`.
+
+    Args:
+        scripted: everything but the model.
+    """
+
+    def __init__(self, config: HiSparseConfig, *, scripted: bool = False) -> None:
         self.tokenizer = Tokenizer(model_path(config.model))
         self._coordinator = CoordinatorActor()
-        asyncio.run(self._coordinator.start({}, lambda: LocalEngine(config, tokenizer=self.tokenizer).core))
+
+        def build() -> EngineCore:
+            if not scripted:
+                return LocalEngine(config, tokenizer=self.tokenizer).core
+            return EngineCore(config, ScriptedRank(7), engine_id="scripted", incarnation=7, tokenizer=self.tokenizer)
+
+        asyncio.run(self._coordinator.start({}, build))
         self._decode = DecodeService(config, self._coordinator, self.tokenizer, None)
         self.aborted: list[str] = []
 
