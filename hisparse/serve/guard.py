@@ -48,8 +48,9 @@ class Guard:
                                code="no_api_keys")
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
             if not is_open and not self._allow_no_keys and not is_own_name(host):
-                raise ApiError(403, "this service has no API keys, so it answers only to an address or a local name, which no web "
-                                    "page can claim; ask http://127.0.0.1, or set serve.api_keys_file", "Host", "foreign_host")
+                raise ApiError(403, "this service has no API keys, so it answers only to an address or a local name, which no "
+                                    "web page can claim; ask http://127.0.0.1, or set serve.api_keys_file", "Host",
+                               "foreign_host")
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.decode("utf-8", "replace").partition(" ")

@@ -179,10 +179,11 @@ class ChatRequest(_Common):
     messages: Annotated[list[ChatMessage], _FIRST] = Field(min_length=1)
     max_completion_tokens: AtLeastOne | None = Field(None, description="Tokens of the answer at most; default: what fits.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the tokens.")
-    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives reported for each token; only with logprobs: true.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives for each token; only with logprobs: true.")
     metadata: Annotated[dict[str, str] | None, Ignored] = None
     parallel_tool_calls: Annotated[bool | None, Ignored] = None
     prompt_cache_key: Annotated[str | None, Ignored] = None
+    prompt_cache_retention: Annotated[str | None, Ignored] = None
     safety_identifier: Annotated[str | None, Ignored] = None
     service_tier: Annotated[str | None, Ignored] = None
     audio: Annotated[Any, Unsupported()] = None
