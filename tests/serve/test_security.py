@@ -133,8 +133,8 @@ class Bomb:
 
 
 PICKLED_TYPES = ("application/octet-stream", "application/x-pickle", "application/python-pickle",
-                 "application/x-python-serialize", "application/vnd.ray.serve+pickle", "application/json", "application/x-numpy", "application/x-yaml",
-                 "multipart/form-data; boundary=x", "text/plain", "")
+                 "application/x-python-serialize", "application/vnd.ray.serve+pickle", "application/json",
+                 "application/x-numpy", "application/x-yaml", "multipart/form-data; boundary=x", "text/plain", "")
 
 
 def test_nothing_that_a_client_sends_is_unpickled(client: TestClient, tmp_path: Path) -> None:
