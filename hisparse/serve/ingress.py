@@ -24,7 +24,7 @@ from hisparse.serve.connection import EventStream, read_body, unless_gone
 from hisparse.serve.errors import ApiError
 from hisparse.serve.facts import ServerFacts
 from hisparse.serve.generation import Chunks, Generation
-from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
+from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured, head_of
 from hisparse.serve.keys import KeyRing, tenant_salt
 from hisparse.serve.openapi import GENERATION_ERRORS, answers, body_of, describe
 from hisparse.serve.requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest
@@ -39,11 +39,13 @@ LONG_BODY_BYTES = 64 << 10
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
-def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None) -> FastAPI:
+def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None, *,
+               proxied: bool = False) -> FastAPI:
     """The app. `backend()` is asked at each request: the service behind it starts later than the app is built.
 
     Args:
         sink: of metrics; default none.
+        proxied: behind Ray Serve's proxy; see `Measured`.
     Raises:
         ConfigError: the file of API keys cannot be used.
     """
@@ -51,7 +53,8 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
     facts, keys = ServerFacts.of(config), KeyRing(config.serve)
     describe(api, facts, keys=bool(keys), strangers=config.serve.allow_no_keys)
     api.add_middleware(Guard, keys=keys, allow_no_keys=config.serve.allow_no_keys)
-    api.add_middleware(Measured, feed=HttpFeed(sink or NullSink(), model=facts.model))  # the last one is the outermost
+    api.add_middleware(Measured, proxied=proxied,
+                       feed=HttpFeed(sink or NullSink(), model=facts.model))  # the last one is the outermost
     timeout_s = config.serve.request_timeout_s
 
     def check_model(name: str) -> None:
@@ -170,7 +173,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error,
                      extra={"fields": {"request_id": request.scope.get(REQUEST_ID)}})
         response = await on_api_error(request, ApiError.of(error))
-        response.headers["X-Request-Id"] = str(request.scope.get(REQUEST_ID, ""))  # this answer passes no layer of ours
+        response.headers.update(head_of(request.scope))  # this answer passes no layer of ours
         return response
 
     return api

@@ -134,6 +134,22 @@ def test_every_answer_names_its_request(backend: FakeBackend, monkeypatch: pytes
     assert len(seen) == 6 and all(len(item) == 32 for item in seen)
 
 
+def test_a_request_that_has_a_name_keeps_it(backend: FakeBackend) -> None:
+    """As Ray Serve's proxy names every request; then it also puts the name into the answer's head."""
+    for proxied in (False, True):
+        app = create_api(small_config(), lambda: backend, proxied=proxied)
+        client = TestClient(app, client=("127.0.0.1", 4000), raise_server_exceptions=False)
+        answers = [client.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "trace-7.a_b"}) for _ in range(2)]
+        ids = {answer.json()["id"] for answer in answers}
+        assert len(ids) == 2 and all(item.startswith("cmpl-trace-7.a_b-") for item in ids), "engines need distinct ids"
+        for answer in answers:
+            assert answer.headers.get_list("x-request-id") == ([] if proxied else ["trace-7.a_b"])
+            assert answer.headers["x-content-type-options"] == "nosniff"
+    for odd in ("x" * 65, "a b", '{"level": "ERROR"}', "", "é"):
+        answer = client_of(backend).post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": odd.encode()})
+        assert len(answer.headers["x-request-id"]) == 32 and answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+
+
 def test_requests_are_counted_and_timed_to_their_end(make_client: Callable[..., TestClient]) -> None:
     backend, sink = FakeBackend(), MemorySink()
     client = client_of(backend, sink=sink, api_keys=["k"])
