@@ -361,6 +361,8 @@ class RequestOutput:
     new_token_ids: tuple[int, ...] = ()
     new_text: str = ""
     logprobs: tuple[SampledToken, ...] = ()
+    """Of the tokens whose text is given out now (of all new ones without a tokenizer): none that ended the output, neither
+    an end of sequence nor a part of a stop string."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: RequestStats | None = None

@@ -481,9 +481,19 @@ class EngineCore:
         new, request.new_tokens = request.new_tokens, []
         self._outputs.append(RequestOutput(
             request_id=request.name, new_token_ids=tuple(token.token_id for token in new), new_text=text,
-            logprobs=tuple(new) if request.sampling.logprobs is not None else (), finish_reason=finish,
+            logprobs=self._scored(request, new), finish_reason=finish,
             error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
         ))
+
+    def _scored(self, request: Request, new: Sequence[SampledToken]) -> tuple[SampledToken, ...]:
+        """Tokens with their log probabilities, as their text leaves: so they tell nothing of a stop string either."""
+        if request.sampling.logprobs is None:
+            return ()
+        request.unscored.extend(new)
+        detokenizer = self._detokenizers.get(request.request_id)
+        count = len(request.unscored) if detokenizer is None else detokenizer.take_released()
+        scored, request.unscored = request.unscored[:count], request.unscored[count:]
+        return tuple(scored)
 
     def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None) -> None:
         self.connectors.request_closed(request.request_id)

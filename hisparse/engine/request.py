@@ -65,6 +65,8 @@ class Request:
     resolve: ResolveStats = field(default_factory=ResolveStats)
     new_tokens: list[SampledToken] = field(default_factory=list)
     """Accepted since the last output."""
+    unscored: list[SampledToken] = field(default_factory=list)
+    """With log probabilities asked for: accepted, their text not yet given out."""
     error: str | None = None
 
     @property

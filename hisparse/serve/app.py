@@ -171,7 +171,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
     def build_api() -> FastAPI:
         logs.configure(config.serve, replica="ingress")
-        return create_api(config, _current_backend, _sink(config))
+        return create_api(config, _current_backend, _sink(config), proxied=True)
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
         MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica

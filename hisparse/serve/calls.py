@@ -16,7 +16,8 @@ class GenerateCall:
 
     Attributes:
         messages: (role, content) pairs of a chat.
-        max_tokens: None = as many as fit into the context; replaces `sampling.max_tokens`.
+        max_tokens: None = `default_tokens`, or as many as fit into the context; replaces `sampling.max_tokens`.
+        default_tokens: None = no other bound than the context.
         timeout_s: time left until the request's deadline. tenant: who asks, for reports; "" = no keys are in use.
     """
 
@@ -25,6 +26,7 @@ class GenerateCall:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[tuple[str, str], ...] | None = None
     max_tokens: int | None = None
+    default_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     timeout_s: float = 300.0
@@ -33,12 +35,15 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """One output token, its text and log probability, and the likeliest alternatives."""
+    """One output token, its log probability, and the likeliest alternatives.
 
-    token_id: int
-    token: str
+    Attributes:
+        token: bytes, because it may be a part of a character; or the name of a special token, which has no text.
+    """
+
+    token: bytes | str
     logprob: float
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[tuple[bytes | str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class Chunk:
     """Decode to ingress: one increment of an answer. The last one has a finish reason or an error.
 
     Attributes:
+        logprobs: of the tokens whose whole text has been given out with this increment.
         finish_reason: "stop" or "length", OpenAI's words.
         stats: on the last increment: RequestStats as a dictionary, and how the prompt was prefilled.
     """

@@ -16,7 +16,7 @@ from hisparse.engine.tokenizer import Tokenizer
 from hisparse.metrics import NullSink, RequestFeed
 from hisparse.metrics.request_feed import RequestTimer
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
-from hisparse.serve.chat import render
+from hisparse.serve.chat import ChatTemplate
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient
@@ -62,6 +62,7 @@ class DecodeService:
     def __init__(self, config: HiSparseConfig, engine: DecodeEngine, tokenizer: Tokenizer,
                  prefill: PrefillClient | None, feed: RequestFeed | None = None) -> None:
         self._config, self._engine, self._tokenizer, self._prefill = config, engine, tokenizer, prefill
+        self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._feed = feed or RequestFeed(NullSink(), model="", role="", engine="")
         self._open = 0
@@ -106,7 +107,7 @@ class DecodeService:
     async def _encode(self, call: GenerateCall) -> tuple[int, ...]:
         if call.token_ids is not None:
             return call.token_ids
-        text = call.text if call.messages is None else render(call.messages, self._tokenizer.chat_template)
+        text = call.text if call.messages is None else self._chat.render(call.messages)
         if not text:
             raise ApiError(400, "the prompt is empty", "prompt")
         if len(text) > LONG_TEXT_CHARS:
@@ -121,10 +122,11 @@ class DecodeService:
         if num_prompt_tokens >= limit:
             raise ApiError(413, f"the prompt has {num_prompt_tokens} tokens, max_model_len is {limit} for prompt and "
                                 "output together; shorten the prompt", field, "context_length_exceeded")
-        wanted = limit - num_prompt_tokens if call.max_tokens is None else call.max_tokens
+        room = limit - num_prompt_tokens
+        wanted = min(call.default_tokens or room, room) if call.max_tokens is None else call.max_tokens
         if num_prompt_tokens + wanted > limit:
             raise ApiError(413, f"prompt of {num_prompt_tokens} tokens + max_tokens {wanted} exceeds max_model_len "
-                                f"{limit}; lower max_tokens to {limit - num_prompt_tokens} or shorten the prompt",
+                                f"{limit}; lower max_tokens to {room} or shorten the prompt",
                            field, "context_length_exceeded")
         return wanted
 
@@ -181,8 +183,8 @@ class DecodeService:
     def _chunk(self, output: RequestOutput, facts: dict[str, Any]) -> Chunk:
         logprobs = tuple(
             TokenLogprob(
-                token_id=item.token_id, token=self._tokenizer.decode([item.token_id]), logprob=item.logprob or 0.0,
-                top=tuple((self._tokenizer.decode([token]), value) for token, value in item.top_logprobs),
+                token=self._tokenizer.piece(item.token_id), logprob=item.logprob or 0.0,
+                top=tuple((self._tokenizer.piece(token), value) for token, value in item.top_logprobs),
             )
             for item in output.logprobs
         )

@@ -6,6 +6,8 @@ Both are plain ASGI layers, so a new endpoint is guarded and measured without do
 from __future__ import annotations
 
 import ipaddress
+import re
+import secrets
 import time
 import uuid
 from typing import Any
@@ -21,7 +23,9 @@ OPEN_PATHS = ("/health", "/residency")
 TENANT = "hisparse.tenant"
 """Where a request's scope has the tenant; absent = the caller gave no valid key."""
 REQUEST_ID = "hisparse.request_id"
-"""Where a request's scope has its id."""
+"""Where a request's scope has its id, which is distinct and begins with the id that its X-Request-Id named, if any."""
+_HEAD = "hisparse.head"
+_NAMED = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Guard:
@@ -46,6 +50,11 @@ class Guard:
                 raise ApiError(403, "this service has no API keys, so it answers only clients on its own machine; its operator "
                                     "can set serve.api_keys_file, or serve.allow_no_keys behind a gateway of their own",
                                code="no_api_keys")
+            host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            if not is_open and not self._allow_no_keys and not is_own_name(host):
+                raise ApiError(403, "this service has no API keys, so it answers only to an address or a local name, which no "
+                                    "web page can claim; ask http://127.0.0.1, or set serve.api_keys_file", "Host",
+                               "foreign_host")
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.decode("utf-8", "replace").partition(" ")
@@ -68,11 +77,29 @@ def is_local(client: Any) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-class Measured:
-    """Counts and times every HTTP request, streams to their end; gives each an id, which its answer's head and logs name."""
+def is_own_name(host: str) -> bool:
+    """Whether a Host header is an address, `localhost` or a name without a domain. A page on the web that had its own name
+    resolve to this machine (DNS rebinding) would send that name, and could then read what we answer."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.endswith(".localhost")
+    return True
 
-    def __init__(self, app: Any, *, feed: HttpFeed) -> None:
-        self._app, self._feed = app, feed
+
+class Measured:
+    """Counts and times every HTTP request, streams to their end; gives each an id, which its answer's head and logs name.
+
+    Args:
+        proxied: a proxy in front names the request and puts that X-Request-Id into the answer, as Ray Serve's does.
+    """
+
+    def __init__(self, app: Any, *, feed: HttpFeed, proxied: bool = False) -> None:
+        self._app, self._feed, self._proxied = app, feed, proxied
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -80,13 +107,19 @@ class Measured:
             return
         began_s, status, ended = time.monotonic(), CLIENT_LEFT, False
 
-        request_id = scope[REQUEST_ID] = uuid.uuid4().hex
+        named = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        named = named if _NAMED.fullmatch(named) else ""
+        scope[REQUEST_ID] = f"{named}-{secrets.token_hex(4)}" if named else uuid.uuid4().hex
+        scope[_HEAD] = {"X-Content-Type-Options": "nosniff"}
+        if not self._proxied:
+            scope[_HEAD]["X-Request-Id"] = named or scope[REQUEST_ID]
+        head = [(name.lower().encode(), value.encode()) for name, value in scope[_HEAD].items()]
 
         async def sending(message: Any) -> None:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                message = message | {"headers": [*message.get("headers", ()), *head]}
             ended = ended or (message["type"] == "http.response.body" and not message.get("more_body"))
             await send(message)
 
@@ -97,6 +130,11 @@ class Measured:
             raise
         finally:
             self._feed.answered(_path(scope), status if ended else CLIENT_LEFT, time.monotonic() - began_s)
+
+
+def head_of(scope: Any) -> dict[str, str]:
+    """Headers of every answer; for one that passes no layer of ours."""
+    return dict(scope.get(_HEAD, {}))
 
 
 def _path(scope: Any) -> str:

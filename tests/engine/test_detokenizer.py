@@ -110,3 +110,52 @@ def test_a_real_tokenizer_token_by_token(tiny_checkpoints) -> None:
     assert len(ids) > 30
     detokenizer = Detokenizer(tokenizer, prompt_ids=ids[:3])
     assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish() == text
+
+
+def test_tokens_are_released_with_their_whole_text() -> None:
+    detokenizer = Detokenizer(Bytes(), stop=["</end>"])
+    counts = []
+    for byte in "é<x</e":
+        detokenizer.push(list(byte.encode())[:1])
+        counts.append(detokenizer.take_released())
+        for rest in list(byte.encode())[1:]:
+            detokenizer.push([rest])
+            counts.append(detokenizer.take_released())
+    assert counts == [0, 2, 0, 2, 0, 0, 0], "both bytes of a character together; held text not yet"
+    detokenizer.push(list(b"nd>z"))
+    assert detokenizer.stopped == "</end>" and detokenizer.take_released() == 0
+
+
+class Pieces:
+    """Token id = index of a piece of text."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.pieces[i] for i in token_ids)
+
+
+def test_a_token_that_runs_into_the_stop_string_is_not_released() -> None:
+    detokenizer = Detokenizer(Pieces("one ", "two ST", "OP"), stop=["STOP"])
+    out = [(detokenizer.push([i]), detokenizer.take_released()) for i in range(3)]
+    assert out == [("one ", 1), ("two ", 0), ("", 0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_released_tokens_are_those_that_end_within_the_text_so_far(seed: int) -> None:
+    """The plain model: a token's end is the length of the text once its last character is whole."""
+    rng = random.Random(seed)
+    pieces = ["".join(rng.choice("ab\n") for _ in range(rng.randint(0, 4))) for _ in range(60)]
+    stop = ["".join(rng.choice("ab\n") for _ in range(rng.randint(2, 6))) for _ in range(2)]
+    detokenizer, out, released = Detokenizer(Pieces(*pieces), stop=stop), "", 0
+    ends = [len("".join(pieces[: i + 1])) for i in range(60)]
+    for i in range(60):
+        out += detokenizer.push([i])
+        released += detokenizer.take_released()
+        if detokenizer.stopped is not None:
+            break
+        assert released == sum(end <= len(out) for end in ends[: i + 1])
+    out += detokenizer.finish()
+    released += detokenizer.take_released()
+    assert released == sum(end <= len(out) for end in ends[: i + 1])

@@ -158,7 +158,11 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def test_a_request_is_found_in_the_logs_by_the_id_of_its_answer(service: Guarded) -> None:
-    answer = service.ask("red", document(6))
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["red"], max_retries=0, timeout=90) as client:
+        raw = client.completions.with_raw_response.create(model="recall", prompt=document(6), max_tokens=8)
+    service.asked.append("red")
+    answer, (name,) = raw.parse(), raw.headers.get_list("x-request-id")
+    assert answer.id.startswith(f"cmpl-{name}-"), "Serve's own log lines have the same id"
     deadline = time.monotonic() + 10
     while not (lines := [json.loads(line) for path in log_files() for line in path.read_text(errors="replace").splitlines()
                          if line.startswith("{") and f"{answer.id}-0" in line]):
@@ -176,7 +180,25 @@ def log_files() -> list[Path]:
     return [path for path in Path(_global_node.get_logs_dir_path()).rglob("*") if path.is_file()]
 
 
+def bad_requests(service: Guarded) -> None:
+    """Refused at every stage, and asked with a key that is almost right."""
+    for path, body, status in (
+        ("/v1/completions", {"prompt": [MARKER, 1]}, 400), ("/v1/completions", {"prompt": MARKER, "suffix": MARKER}, 400),
+        ("/v1/completions", {"prompt": f"{MARKER} " * 2000}, 413),
+        ("/v1/chat/completions", {"messages": [{"role": MARKER, "content": MARKER}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": MARKER}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": MARKER}], "max_tokens": 2, "stream": True}, 200),
+    ):
+        for suffix, expected in (("", status), ("x", 401)):
+            answer = httpx.post(f"{service.url}{path}", json={"model": "recall"} | body, timeout=60,
+                                headers={"Authorization": f"Bearer {KEYS['red']}{suffix}"})
+            assert answer.status_code == expected, answer.text
+            assert expected == 200 or MARKER not in answer.text
+            assert not any(key in answer.text for key in KEYS.values())
+
+
 def test_neither_keys_nor_prompts_are_in_the_logs(service: Guarded) -> None:
+    bad_requests(service)
     read = 0
     for path in log_files():
         text = path.read_bytes()

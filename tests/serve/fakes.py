@@ -45,7 +45,7 @@ class FakeBackend:
                 last = at == len(self.words) - 1
                 logprobs = ()
                 if call.sampling.logprobs is not None:
-                    logprobs = (TokenLogprob(token_id=at, token=word, logprob=-0.5, top=((word, -0.5), ("x", -1.5))),)
+                    logprobs = (TokenLogprob(token=word.encode(), logprob=-0.5, top=((word.encode(), -0.5), (b"x", -1.5))),)
                 yield Chunk(text=word, token_ids=(at,), logprobs=logprobs, finish_reason="stop" if last else None,
                             stats=STATS if last else None)
                 await asyncio.sleep(0)

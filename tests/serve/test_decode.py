@@ -175,19 +175,22 @@ def test_max_tokens_defaults_to_what_fits_and_too_long_is_413() -> None:
     setup = Setup("ok")
     setup.run(text=None, token_ids=(5,) * 60, max_tokens=None)
     assert setup.engine.requests[0].sampling.max_tokens == 4
+    setup.run(text=None, token_ids=(5,) * 60, max_tokens=None, default_tokens=16)
+    setup.run(text=None, token_ids=(5,) * 20, max_tokens=None, default_tokens=16)
+    assert [request.sampling.max_tokens for request in setup.engine.requests[1:]] == [4, 16], "a default never is too much"
     cases: list[tuple[dict[str, Any], str]] = [({"token_ids": (5,) * 64}, "shorten"),
                                                ({"token_ids": (5,) * 60, "max_tokens": 5}, "lower max_tokens to 4")]
     for fields, fix in cases:
         chunk = setup.run(text=None, **fields)[-1]
         assert chunk.error is not None and chunk.error.status == 413 and "64" in chunk.error.message
         assert fix in chunk.error.message and chunk.error.param == "prompt"
-    assert len(setup.attempts) == 1, "a request that can never run must not cost a prefill"
+    assert len(setup.attempts) == 3, "a request that can never run must not cost a prefill"
 
 
 def test_logprobs_carry_text() -> None:
     item = Setup("ok").run()[0].logprobs[0]
     tokenizer = Tokenizer(model_path(make_config().model))
-    assert item.token == tokenizer.decode([40]) and item.top == ((tokenizer.decode([41]), -2.0),)
+    assert item.token == tokenizer.decode([40]).encode() and item.top == ((tokenizer.decode([41]).encode(), -2.0),)
 
 
 def test_retries_then_success() -> None:

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from hisparse.metrics import MemorySink
 from hisparse.metrics.catalogue import HTTP_REQUESTS, HTTP_SECONDS
 from hisparse.serve.errors import ApiError
-from hisparse.serve.guard import is_local
+from hisparse.serve.guard import is_local, is_own_name
 from hisparse.serve.ingress import create_api
 from tests.serve.conftest import small_config
 from tests.serve.fakes import FakeBackend
@@ -59,6 +59,38 @@ def test_who_is_local(host: str, local: bool) -> None:
     assert is_local(None), "a UNIX socket"
 
 
+@pytest.mark.parametrize(("host", "own"), [
+    ("127.0.0.1:8000", True), ("127.0.0.1", True), ("[::1]:8000", True), ("[::1]", True), ("localhost:8000", True), ("", True),
+    ("LOCALHOST", True), ("app.localhost:80", True), ("my-machine:8000", True), ("10.1.2.3:8000", True), ("localhost.", True),
+    ("evil.example", False), ("evil.example:8000", False), ("127.0.0.1.evil.example", False), ("evil.example.", False),
+    ("localhost.evil.example:80", False), ("::1.evil.example", False), ("x:y.example", False),
+])
+def test_a_web_page_cannot_claim_to_be_this_machine(backend: FakeBackend, host: str, own: bool) -> None:
+    """A name that an attacker's DNS lets point here (rebinding) comes from a local peer, but with that name in Host."""
+    assert is_own_name(host) is own
+    if host:
+        response = client_of(backend).get("/v1/models", headers={"Host": host})
+        assert response.status_code == (200 if own else 403)
+        assert client_of(backend, api_keys=["k"]).get("/v1/models", headers={"Host": host, "Authorization": "Bearer k"}
+                                                      ).status_code == 200, "whoever has a key may use any name"
+        assert client_of(backend, allow_no_keys=True).get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
+                                  "text/plain; application/json"])
+def test_a_web_page_cannot_post_here_behind_its_readers_back(backend: FakeBackend, kind: str | None) -> None:
+    """These types need no leave from a browser's preflight, which in turn gets none here."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = client_of(backend).post("/v1/completions", content=b'{"model": "recall", "prompt": "x"}', headers=headers)
+    assert response.status_code == 415 and "application/json" in response.json()["error"]["message"] and backend.calls == []
+    preflight = client_of(backend).options("/v1/completions", headers={
+        "Origin": "https://evil.example", "Access-Control-Request-Method": "POST"})
+    assert preflight.status_code == 405 and not any("access-control" in name for name in preflight.headers)
+    for good in ("application/json", "Application/JSON; charset=utf-8"):
+        assert client_of(backend).post("/v1/completions", content=b'{"model": "recall", "prompt": "x"}',
+                                       headers={"Content-Type": good}).status_code == 200
+
+
 def salts(backend: FakeBackend, key: str, share: bool, body: dict[str, Any], keys: Path) -> str | None:
     client = client_of(backend, api_keys_file=str(keys), share_prefixes=share)
     headers = {"Authorization": f"Bearer {key}"}
@@ -100,6 +132,22 @@ def test_every_answer_names_its_request(backend: FakeBackend, monkeypatch: pytes
     assert response.status_code == 500
     seen.add(response.headers["x-request-id"])
     assert len(seen) == 6 and all(len(item) == 32 for item in seen)
+
+
+def test_a_request_that_has_a_name_keeps_it(backend: FakeBackend) -> None:
+    """As Ray Serve's proxy names every request; then it also puts the name into the answer's head."""
+    for proxied in (False, True):
+        app = create_api(small_config(), lambda: backend, proxied=proxied)
+        client = TestClient(app, client=("127.0.0.1", 4000), raise_server_exceptions=False)
+        answers = [client.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "trace-7.a_b"}) for _ in range(2)]
+        ids = {answer.json()["id"] for answer in answers}
+        assert len(ids) == 2 and all(item.startswith("cmpl-trace-7.a_b-") for item in ids), "engines need distinct ids"
+        for answer in answers:
+            assert answer.headers.get_list("x-request-id") == ([] if proxied else ["trace-7.a_b"])
+            assert answer.headers["x-content-type-options"] == "nosniff"
+    for odd in ("x" * 65, "a b", '{"level": "ERROR"}', "", "é"):
+        answer = client_of(backend).post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": odd.encode()})
+        assert len(answer.headers["x-request-id"]) == 32 and answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
 
 
 def test_requests_are_counted_and_timed_to_their_end(make_client: Callable[..., TestClient]) -> None:

@@ -20,6 +20,7 @@ from tests.serve.fakes import STATS, FakeBackend
 
 COMPLETION = {"model": "recall", "prompt": "hi"}
 CHAT = {"model": "recall", "messages": [{"role": "user", "content": "hi"}]}
+JSON = {"Content-Type": "application/json"}
 BAD_BODIES: list[tuple[str, Any, str | None]] = [
     ("/v1/completions", b"{", None),
     ("/v1/completions", b"[]", None),
@@ -41,7 +42,33 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     ("/v1/completions", COMPLETION | {"temperature": -0.1}, "temperature"),
     ("/v1/completions", COMPLETION | {"temperature": 2.1}, "temperature"),
     ("/v1/completions", COMPLETION | {"temperature": "hot"}, "temperature"),
-    ("/v1/completions", COMPLETION | {"top_p": 0}, "top_p"),
+    ("/v1/completions", COMPLETION | {"top_p": -0.1}, "top_p"),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x", "temperature": NaN}', None),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x", "model": "y"}', None),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x", "\\ud800": 1}', None),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x\\ud800"}', "prompt"),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x", "temperature": 1e999}', "temperature"),
+    ("/v1/completions", b'{"model": "recall", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", None),
+    ("/v1/completions", COMPLETION | {"prompt": [True]}, "prompt"),
+    ("/v1/completions", COMPLETION | {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", COMPLETION | {"prompt": [1.5]}, "prompt"),
+    ("/v1/completions", COMPLETION | {"prompt": ["a", 5]}, "prompt"),
+    ("/v1/completions", COMPLETION | {"prompt": [[1], "a"]}, "prompt"),
+    ("/v1/completions", COMPLETION | {"max_tokens": "5"}, "max_tokens"),
+    ("/v1/completions", COMPLETION | {"max_tokens": True}, "max_tokens"),
+    ("/v1/completions", COMPLETION | {"stream": "true"}, "stream"),
+    ("/v1/completions", COMPLETION | {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ("/v1/completions", COMPLETION | {"stop": "x" * 1025}, "stop"),
+    ("/v1/completions", COMPLETION | {"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    ("/v1/completions", COMPLETION | {"stop_token_ids": [-1]}, "stop_token_ids"),
+    ("/v1/completions", COMPLETION | {"temperature": 10**400}, "temperature"),
+    ("/v1/completions", COMPLETION | {"seed": 2**63}, "seed"),
+    ("/v1/completions", COMPLETION | {"logprobs": True}, "logprobs"),
+    ("/v1/completions", COMPLETION | {"suffix": "end"}, "suffix"),
+    ("/v1/completions", COMPLETION | {"user": 5}, "user"),
+    ("/v1/completions", COMPLETION | {"messages": []}, "messages"),
+    ("/v1/completions", COMPLETION | {"a-b": 1}, "a-b"),
+    ("/v1/completions", COMPLETION | {f"x{i}": 1 for i in range(300)}, None),
     ("/v1/completions", COMPLETION | {"top_p": 1.5}, "top_p"),
     ("/v1/completions", COMPLETION | {"top_k": -1}, "top_k"),
     ("/v1/completions", COMPLETION | {"n": 0}, "n"),
@@ -63,6 +90,15 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "messages.0.content"),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ("/v1/chat/completions", CHAT | {"logprobs": 2}, "logprobs"),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
+    ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "messages"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+     "messages.0.tool_calls"),
     ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
 ]
@@ -71,7 +107,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
 @pytest.mark.parametrize(("path", "body", "param"), BAD_BODIES)
 def test_bad_input_is_400_and_names_the_field(client: TestClient, backend: FakeBackend, path: str, body: Any,
                                               param: str | None) -> None:
-    response = client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+    response = client.post(path, content=body if isinstance(body, bytes) else json.dumps(body), headers=JSON)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and error["param"] == param and error["message"]
@@ -103,7 +139,8 @@ def test_fields_reach_the_engine(client: TestClient, backend: FakeBackend) -> No
         "stop_token_ids": [9], "ignore_eos": True, "cache_salt": "tenant", "user": "u", "logprobs": 2})
     call = backend.calls[0]
     sampling = call.sampling
-    assert call.token_ids == (5, 6) and call.text is None and call.max_tokens == 16 and call.cache_salt == "tenant"
+    assert call.token_ids == (5, 6) and call.text is None and call.cache_salt == "tenant"
+    assert call.max_tokens is None and call.default_tokens == 16
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 4, 11)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (("a", "b"), (9,), True)
     assert sampling.logprobs == 2
@@ -240,9 +277,10 @@ def test_deadline_is_504_and_aborts(make_client: Callable[..., TestClient], back
 def test_body_limit(make_client: Callable[..., TestClient], backend: FakeBackend) -> None:
     client = make_client(max_body_bytes=1024)
     big = json.dumps(COMPLETION | {"prompt": "x" * 2000}).encode()
-    assert client.post("/v1/completions", content=big).status_code == 413
+    assert client.post("/v1/completions", content=big, headers=JSON).status_code == 413
     # Chunked: no Content-Length to trust.
-    assert client.post("/v1/completions", content=(big[i : i + 100] for i in range(0, len(big), 100))).status_code == 413
+    parts = (big[i : i + 100] for i in range(0, len(big), 100))
+    assert client.post("/v1/completions", content=parts, headers=JSON).status_code == 413
     assert backend.calls == []
 
 

@@ -32,13 +32,13 @@ def add_residency(api: FastAPI, hub: ResidencyHub, *, model: str, interval_s: fl
     """
     html, policy = page()
 
-    @api.get("/residency")
+    @api.get("/residency", include_in_schema=False)  # not for programs: see docs/residency.md
     async def residency() -> Response:
         return Response(html, media_type="text/html; charset=utf-8", headers={
-            "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "Content-Security-Policy": policy, "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-cache"})
 
-    @api.get("/residency/events")
+    @api.get("/residency/events", include_in_schema=False)
     async def events(request: Request) -> Response:
         viewer = viewer_of(request.scope.get(TENANT))
         samples = hub.watch()
