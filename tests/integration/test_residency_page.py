@@ -239,6 +239,17 @@ def test_what_the_service_answers_is_shown(make_site: Callable[..., Site], open_
     check_layout(page)
 
 
+def test_a_refusal_is_shown_in_the_service_s_words(make_site: Callable[..., Site], open_page: Callable[..., Page]) -> None:
+    site = make_site(service(3))
+    page = open_page("about:blank", width=360)
+    words = "this service has no API keys, so it answers only clients on its own machine"
+    page.route("**/residency/events", lambda route: route.fulfill(status=403, json={"error": {"message": words}}))
+    page.goto(site.page_url)
+    page.locator("#lost-text", has_text=words).wait_for()
+    assert page.inner_text("#lost-title") == "No connection" and site.backend.samplings == 0
+    check_layout(page, texts=10)
+
+
 def test_a_key_is_asked_for_and_stays_in_the_tab(make_site: Callable[..., Site], open_page: Callable[..., Page],
                                                  tmp_path: Path) -> None:
     keys = tmp_path / "keys"

@@ -85,14 +85,15 @@ class ScriptedEngine:
             host_blocks_total=host + 100, host_blocks_free=100, host_pages_published=host // 2, hot_seats=hot // 9,
             hot_blocks=hot, transfers_in_flight=counts["spilling"], spills_completed=40 * self.second,
             **{f"pages_{name}": count for name, count in counts.items()})
-        state_of = [s.state for s in samples]
+        state_of, decodes = [s.state for s in samples], self.role == "decode" and bool(self.names)
         stats = EngineStats(
             engine_id=self.name, role=self.role, steps=self.second, step_seconds={}, held=0, finished=7, preemptions=1,
             running=state_of.count("running"), waiting=state_of.count("waiting"), loading=state_of.count("loading"),
-            admissions=len(samples), resident_landings=12, host_landings=6, import_failures=3, indexer_loads=0,
+            admissions=len(samples), resident_landings=12 * decodes, host_landings=6 * decodes,
+            import_failures=3 * decodes, indexer_loads=0,
             local_prefill_tokens=0, generated_tokens=41 * self.second * bool(self.names),
             resolve=sum(self.rows, ResolveStats()), cache={},
-            pd={"import_bytes": 7_310_000_000, "imports_in_flight": state_of.count("loading")})
+            pd={"import_bytes": 7_310_000_000 * decodes, "imports_in_flight": state_of.count("loading")})
         pending = tuple(PendingTransfer(s.request_id, len(s.tiers.states) - 2, "enqueued", 0.004 * (i + 1))
                         for i, s in enumerate(samples) if s.tiers and S.SPILLING in s.tiers.states)[:16]
         ended = tuple(
