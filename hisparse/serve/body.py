@@ -40,7 +40,7 @@ def parse_body(body: bytes, kind: type[R]) -> R:
         ApiError: 400 with the field, what was expected and what was given.
     """
     try:
-        data = json.loads(body, object_pairs_hook=_object, parse_constant=_no_number)
+        data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
     except RecursionError as error:
         raise ApiError(400, "the body is not valid JSON: nested too deeply", code="invalid_json") from error
     except ValueError as error:

@@ -80,6 +80,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            pass  # how a server may say that the client left
         finally:
             await self._chunks.aclose()
 
