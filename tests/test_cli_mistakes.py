@@ -38,6 +38,7 @@ GIB = 1 << 30
     (["--model", "recall", "--set", "serve.host=0.0.0.0"], "no API keys are set"),
     (["--model", "recall", "--set", "cache.host_pool_gib=0.0001"], "raise host_pool_gib to 0.0"),
     (["--model", "recall", "--set", "cache.device_blocks=9"], "device_blocks"),
+    (["--model", "recall", "--set", "tensor_parallel_size=3"], "the model's 8 attention heads; use one of [1, 2, 4, 8]"),
     (["--model", "recall", "--set", "model.max_model_len=999999"], "max_position_embeddings"),
 ])
 def test_wrong_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], text: str) -> None:

@@ -48,6 +48,7 @@ def test_a_config_file_and_a_chart(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.parametrize(("args", "text"), [
     (["--model", "gpt-2"], "neither a preset (deepseek-v3.2, glm-5, glm-5.1, glm-5.2) nor a checkpoint"),
+    (["--model", "glm5.2"], "did you mean glm-5.2?"),
     (["--model", "glm-5.2", "--gpu", "a100"], "give its memory with --gpu-gib"),
     (["--model", "glm-5.2", "--row-dtype", "int4"], "--row-dtype must be bf16 or fp8"),
     (["--model", "glm-5.2", "--context", "many"], "8192, 96k or 1M"),

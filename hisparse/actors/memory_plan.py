@@ -7,7 +7,7 @@ from typing import Any
 
 from hisparse.cache.admission import check_device_pool, request_blocks
 from hisparse.cache.loads import TAIL_PAGES
-from hisparse.config import HiSparseConfig, host_blocks, hot_rows, hot_rows_max, kv_layout
+from hisparse.config import HiSparseConfig, check_ranks, host_blocks, hot_rows, hot_rows_max, kv_layout
 from hisparse.layout import WasteReport, rows_text
 
 MIB = 1 << 20
@@ -46,6 +46,7 @@ class MemoryPlan:
     @classmethod
     def of(cls, config: HiSparseConfig) -> MemoryPlan:
         """Raises ConfigError when model or sizes are impossible."""
+        check_ranks(config)
         layout = kv_layout(config)
         length = config.model.max_model_len
         check_device_pool(layout, config.cache, max_model_len=length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,14 @@ GPUS: dict[str, int] = {"h100": 81_559, "h200": 143_771, "b200": 183_359, "b300"
 def model_config(name: str) -> tuple[str, dict[str, Any]]:
     """(name for people, config) of a preset, a checkpoint directory, a `config.json`, or 'recall'.
 
+    A preset may be written as on the hub: "zai-org/GLM-5.2" is glm-5.2, unless there is such a directory.
+
     Raises:
         ConfigError: none of these; lists the presets.
     """
-    if name.lower() in MODELS:
-        return name.lower(), dict(MODELS[name.lower()])
+    short = name.lower() if Path(name).exists() else name.lower().rpartition("/")[2]
+    if short in MODELS:
+        return short, dict(MODELS[short])
     if name == "recall":
         from hisparse.checkpoints import recall_checkpoint
 
@@ -54,8 +58,9 @@ def model_config(name: str) -> tuple[str, dict[str, Any]]:
     try:
         data = json.loads(file.read_text())
     except OSError as error:
+        near = difflib.get_close_matches(short, MODELS, n=1)
         raise ConfigError(f"--model {name}: neither a preset ({', '.join(MODELS)}) nor a checkpoint: {file}: "
-                          f"{error.strerror}") from error
+                          f"{error.strerror}{f'; did you mean {near[0]}?' if near else ''}") from error
     except ValueError as error:
         raise ConfigError(f"--model {name}: {file} is not valid JSON: {error}") from error
     if not isinstance(data, dict):

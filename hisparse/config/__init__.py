@@ -3,6 +3,7 @@
 from hisparse.config.derived import (
     FP8_KEYS_BLOCK,
     GIB,
+    check_ranks,
     host_blocks,
     hot_rows,
     hot_rows_max,
@@ -26,6 +27,6 @@ from hisparse.config.sections import (
 
 __all__ = [
     "FP8_KEYS_BLOCK", "GIB", "CacheConfig", "Document", "EngineConfig", "HiSparseConfig", "ModelConfig", "PDConfig",
-    "SchedulerConfig", "ServeConfig", "TraceConfig", "host_blocks", "hot_rows", "hot_rows_max", "kv_layout", "load_config",
-    "model_path", "model_shape", "served_name",
+    "SchedulerConfig", "ServeConfig", "TraceConfig", "check_ranks", "host_blocks", "hot_rows", "hot_rows_max", "kv_layout",
+    "load_config", "model_path", "model_shape", "served_name",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from hisparse.config.loading import warn_once
 from hisparse.config.sections import CacheConfig, HiSparseConfig, ModelConfig
@@ -74,18 +75,32 @@ def model_path(config: ModelConfig) -> Path:
 
 def model_shape(config: ModelConfig) -> ModelShape:
     """Reads the checkpoint's config.json. Raises ConfigError when it is not a DSA checkpoint or max_model_len too long."""
-    path = model_path(config)
-    try:
-        data = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-    shape = ModelShape.from_hf_config(data)
+    shape = ModelShape.from_hf_config(_hf_config(config))
     if config.max_model_len > shape.max_positions:
         raise ConfigError(
             f"model.max_model_len = {config.max_model_len} exceeds the checkpoint's max_position_embeddings = "
             f"{shape.max_positions}; lower it"
         )
     return shape
+
+
+def check_ranks(config: HiSparseConfig) -> None:
+    """Raises ConfigError unless the checkpoint's attention heads can be split over the ranks of an engine."""
+    heads, ranks = _hf_config(config.model).get("num_attention_heads"), config.tensor_parallel_size
+    if isinstance(heads, int) and heads % ranks:
+        raise ConfigError(f"tensor_parallel_size = {ranks} does not divide the model's {heads} attention heads; use one of "
+                          f"{[n for n in range(1, 9) if heads % n == 0]}")
+
+
+def _hf_config(config: ModelConfig) -> dict[str, Any]:
+    path = model_path(config) / "config.json"
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return data
 
 
 def kv_layout(config: HiSparseConfig) -> KVCacheLayout:

@@ -185,6 +185,7 @@ def test_presets_have_the_published_shapes() -> None:
     leaders = [group.leader for group in per_token["glm-5.2"].shape.index_groups]
     assert leaders == [0, 1, *range(2, 78, 4)]
     assert gpu_memory_bytes("H200") == 143_771 << 20 and set(GPUS) == {"h100", "h200", "b200", "b300"}
+    assert model_config("zai-org/GLM-5.2") == model_config("glm-5.2") == ("glm-5.2", MODELS["glm-5.2"])
     name, config = model_config("recall")
     assert name == "recall" and config["num_hidden_layers"] == 6
 
