@@ -153,9 +153,10 @@ class PDConfig(_Section):
                                                       "staging slots; direct = READs end in the pool (faster between CPUs).")
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="When an import fails: compute the prompt on decode, or end the request with 503.")
-    max_retries: int = Field(3, ge=0, description="Prefill retries before the first token.")
+    max_retries: int = Field(3, ge=0, description="Times that prefill is asked again before the first token, because it did not answer "
+                             "or an import failed.")
     local_prefill_tokens: int = Field(16384, ge=0, description="Prompt tokens a decode engine may recompute at once "
-                                      "(policy recompute) when prefill failed; more are refused with 503.")
+                                      "(policy recompute) when prefill or an import failed; more are refused with 503.")
     transport: Literal["nixl", "loopback"] = Field("nixl", description="loopback: between engines of one process, for tests.")
 
 

@@ -21,16 +21,18 @@ MAX_READ_DESCRIPTORS = 2048
 """One READ stays below both (unless a single descriptor is larger): posting a READ may block for its copy."""
 
 
-def from_resident(table: PageTable) -> npt.NDArray[np.bool_]:
-    """[pages] True where the source is the peer's resident blocks, False where it is its host pool."""
-    if not table.resident.shape[0]:
-        return np.zeros(table.num_pages, dtype=np.bool_)
-    return np.asarray((table.resident != 0).all(axis=0))
+def from_resident(table: PageTable, pages: Ids | None = None) -> npt.NDArray[np.bool_]:
+    """True where the source is the peer's resident blocks, False where it is its host pool; of all pages, or of those named
+    (indices)."""
+    resident = table.resident if pages is None else table.resident[:, pages]
+    if not resident.shape[0]:
+        return np.zeros(resident.shape[1], dtype=np.bool_)
+    return np.asarray((resident != 0).all(axis=0))
 
 
-def mirrored(table: PageTable) -> npt.NDArray[np.bool_]:
-    """[pages] True where a destination has resident blocks."""
-    return from_resident(table)
+def mirrored(table: PageTable, pages: Ids | None = None) -> npt.NDArray[np.bool_]:
+    """True where a destination has resident blocks; of all pages, or of those named (indices)."""
+    return from_resident(table, pages)
 
 
 Part = tuple[Ids, Ids, int] | tuple[Ids, Ids, int, int]

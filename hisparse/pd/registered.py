@@ -34,8 +34,13 @@ class RegisteredRanges:
         Raises:
             TransferError: one is in no range, or they are not of one kind.
         """
-        kinds = np.full(addresses.shape, CPU - 1, dtype=np.int64)
         ends = addresses + sizes
+        if addresses.size:  # nearly always all of them lie in one range
+            low, high = int(addresses.min()), int(ends.max())
+            for first, num_bytes, device in self._ranges:
+                if first <= low and high <= first + num_bytes:
+                    return device
+        kinds = np.full(addresses.shape, CPU - 1, dtype=np.int64)
         for first, num_bytes, device in self._ranges:
             kinds[(addresses >= first) & (ends <= first + num_bytes)] = device
         found = set(np.unique(kinds).tolist())

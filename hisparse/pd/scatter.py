@@ -63,17 +63,18 @@ class Scatter:
 
     def __init__(self, memory: LocalMemory, slot_pages: int) -> None:
         self._memory, self._layout, self._slot_pages = memory, memory.layout, slot_pages
+        self._starts = [memory.layout.layer_byte_offset(layer) for layer in range(memory.layout.shape.num_layers)]
 
     def from_slot(self, plan: ImportPlan, pages: Ids, pool: SlotPool, slot: int, *, layered: bool, to_host: bool) -> None:
         layout, memory, target = self._layout, self._memory, plan.destination
         size, count = layout.layer_page_bytes, pages.size
         hosts = target.host[pages]
-        mirrors = np.flatnonzero(mirrored(target)[pages])
+        mirrors = np.flatnonzero(mirrored(target, pages))
         staged = pool.memory[slot]
         by_layer = staged[: self._slot_pages * layout.host_block_bytes].reshape(-1, self._slot_pages, size)
         by_group = staged.reshape(-1, self._slot_pages, layout.block_bytes)
         for layer, g in enumerate(layout.layer_group):
-            start = layout.layer_byte_offset(layer)
+            start = self._starts[layer]
             rows = by_layer[layer, :count] if layered else by_group[g, :count, start : start + size]
             if to_host:
                 assert memory.host is not None
@@ -93,5 +94,5 @@ class Scatter:
         set_row_masks(self._memory, plan)
 
     def _to_resident(self, layer: int, blocks: Ids, rows: Bytes) -> None:
-        start = self._layout.layer_byte_offset(layer)
+        start = self._starts[layer]
         self._memory.device[blocks, start : start + self._layout.layer_page_bytes] = rows

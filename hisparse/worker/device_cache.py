@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout
+from hisparse.worker import host_memory
 
 ALIGN_BYTES = 64
 POISON_BYTE = 0xFF
@@ -79,6 +80,8 @@ class DeviceCache:
         backing = torch.empty(self.nbytes + ALIGN_BYTES, dtype=torch.uint8, device=self.device)
         shift = -backing.data_ptr() % ALIGN_BYTES
         flat = backing[shift : shift + self.nbytes]
+        if self.device.type == "cpu":
+            host_memory.use_large_pages(flat.data_ptr(), self.nbytes)
         if poison:
             flat.fill_(POISON_BYTE)
         self.bytes = flat.view(num_blocks, layout.block_bytes)

@@ -19,6 +19,7 @@ from hisparse.types import ImportTarget, Landing, RequestPages
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.streams import Streams
+from tests.pd.halves import Halves
 from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
 
 PAGES, TOKENS = 7, 26
@@ -67,7 +68,7 @@ class DeviceRank(RankMemory):
         return self.cache.bytes.cpu().numpy(), self.memory.host.copy()
 
 
-class Half:
+class Half(Halves):
     """One engine: memory, worker half on its own transfer thread, scheduler half."""
 
     def __init__(self, name: str, seed: int, *, role: str, device: str = "cuda", network: LoopbackNetwork | None = None,
@@ -86,16 +87,6 @@ class Half:
             rank=0, host_writer=True, streams=self.streams, make_transport=None if network is None else loopback)
         self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=name, incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
-        self.steps = 0
-
-    def step(self) -> LoadEvents:
-        self.steps += 1
-        self.worker.start_step(self.scheduler.build_metadata(self.steps))
-        self.worker.end_step()
-        output = self.worker.output()
-        events = self.scheduler.update([output] if output is not None else [])
-        self.scheduler.check()
-        return events
 
     def grant(self, request_id: str, pages: RequestPages) -> dict[str, Any]:
         generations = self.memory.generations_of(pages)

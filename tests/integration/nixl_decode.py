@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.config import PDConfig
-from hisparse.connector.base import LoadEvents
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.pd.nixl import NixlRead, NixlTransport
 from hisparse.pd.transport import Descriptors
 from hisparse.types import ImportTarget, Landing, RequestPages
 from tests.integration.nixl_prefill import SEED
+from tests.pd.halves import Halves
 from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
 
 LOWER_DEVICE, LOWER_HOST = 64, 32
@@ -48,7 +48,7 @@ class GatedTransport(NixlTransport):
         return done
 
 
-class Decode:
+class Decode(Halves):
     """Both halves and the rank's memory, in this process. One staging slot at a time: a staged READ waits for the last."""
 
     def __init__(self, *, incarnation: int = 77, **config: Any) -> None:
@@ -60,20 +60,10 @@ class Decode:
                                         make_transport=self._make)
         self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id="d", incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
-        self.steps = 0
 
     def _make(self, name: str) -> GatedTransport:
         self.transport = GatedTransport(name)
         return self.transport
-
-    def step(self) -> LoadEvents:
-        self.steps += 1
-        self.worker.start_step(self.scheduler.build_metadata(self.steps))
-        self.worker.end_step()
-        output = self.worker.output()
-        events = self.scheduler.update([output] if output is not None else [])
-        self.scheduler.check()
-        return events
 
     def run(self, request_id: str, timeout_s: float, *, watch: Callable[[], None] = lambda: None) -> tuple[str, float]:
         """Steps until the request's load ends: ("" or the reason, seconds)."""

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from typing import TYPE_CHECKING
-
 from hisparse.engine.load_failures import LoadFailurePolicy
-from hisparse.types import RequestPages
-from tests.pd.decode import Decode
 from tests.pd.prefill import Prefill
-from tests.pd.requests import LIVE, Request, State
-
-if TYPE_CHECKING:
-    pass
+from tests.pd.requests import LIVE, State
+from tests.pd.world_part import WorldPart
 
 MAX_LIVE = 8
 
 
-class Disasters:
+class Disasters(WorldPart):
     """Part of `World`."""
-
-    rng: random.Random
-    met: Counter[str]
-    decode: Decode
-    requests: dict[str, Request]
-    zombies: dict[str, RequestPages]
-    failures: LoadFailurePolicy
-    incarnations: dict[str, str]
-    retired: dict[tuple[str, str], float]
 
     def kill(self, prefill: Prefill) -> bool:
         """A prefill engine is gone; sometimes its memory can still be read."""

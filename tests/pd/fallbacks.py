@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
-from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
-from hisparse.types import RequestPages
-from tests.pd.decode import Decode
+from hisparse.engine.load_failures import Recovery
 from tests.pd.requests import Request, State
+from tests.pd.world_part import WorldPart
 
 
-class Fallbacks:
+class Fallbacks(WorldPart):
     """Part of `World`."""
-
-    rng: random.Random
-    met: Counter[str]
-    decode: Decode
-    requests: dict[str, Request]
-    zombies: dict[str, RequestPages]
-    failures: LoadFailurePolicy
-    asks: int
 
     def fall_back(self, request: Request, why: str) -> None:
         """What the policy says: prefill is asked again, or a local prefill within the budget, or an error."""

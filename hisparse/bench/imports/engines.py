@@ -27,6 +27,8 @@ from hisparse.worker.host_pool import HostPool
 Ids = npt.NDArray[np.int64]
 WAIT_S = 60.0
 GENERATION = 77
+POLL_S = 0.001
+"""Between steps that run no token an engine's loop waits as long, and longer; polling is time of the transfer thread."""
 
 
 def layout_of(name: str) -> KVCacheLayout:
@@ -179,7 +181,7 @@ class Engine:
                 break
             if failed or time.perf_counter() - began > WAIT_S:
                 raise RuntimeError(f"the import failed: {failed or 'not in time'}")
-            time.sleep(0.0001)
+            time.sleep(POLL_S)
         self.scheduler.request_closed(request_id)
         self.step()
         return seconds, busy_s
