@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys, prompt_digest
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
@@ -32,6 +34,7 @@ from hisparse.types import (
     ScheduledChunk,
     StepCommand,
     StepResult,
+    TierRows,
 )
 
 if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process needs none
@@ -88,6 +91,8 @@ class EngineStats:
     cache: dict[str, Any]
     pd: dict[str, Any] | None = None
     """PDStats; None when colocated."""
+    index_groups: tuple[dict[str, Any], ...] = ()
+    """The rows of `resolve` by index group: its layers, and the fields of TierRows."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,6 +149,7 @@ class EngineCore:
         self._outputs: list[RequestOutput] = []
         self._leases: dict[str, Request] = {}
         self._totals = ResolveStats()
+        self._by_group = np.zeros((len(self.layout.shape.index_groups), len(TierRows._fields)), dtype=np.int64)
         self._finished = self._generated = self._import_failures = 0
         self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
         self._dead: str | None = None
@@ -309,6 +315,8 @@ class EngineCore:
         if output is None:
             return
         self._totals = self._totals + output.stats
+        if output.index_groups:
+            self._by_group += np.array(output.index_groups)
         for seat, stats in output.request_stats.items():
             request = self.requests.get(seats.get(seat, ""))
             if request is not None:
@@ -444,6 +452,8 @@ class EngineCore:
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
             resolve=self._totals, cache=asdict(self.cache.stats()),
             pd=None if self.pd is None else asdict(self.pd.stats()),
+            index_groups=tuple({"layers": list(group.layers), **TierRows(*counts)._asdict()} for group, counts in
+                               zip(self.layout.shape.index_groups, self._by_group.tolist())),
         )
 
     def problem(self) -> str:

@@ -116,5 +116,5 @@ class HiSparseCacheHandle:
             host_ids=history_ids,
         )
         if history is not None:
-            self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied)
+            self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied, self.layer)
         return out
