@@ -145,6 +145,29 @@ class TraceConfig(_Section):
     steps: int = Field(512, ge=1, description="Of each of them; 4 bytes a step, index group and selected position are kept.")
 
 
+class TelemetryConfig(_Section):
+    """OpenTelemetry spans of requests. Off by default; the standard OTEL_* variables fill in what is not set here."""
+
+    exporter: Literal["none", "otlp", "file"] = Field(
+        "none", description="Where spans go: otlp = a collector; file = JSON lines in `directory`; none = there are none.")
+    endpoint: str | None = Field(None, description="Of the collector, e.g. http://collector:4318 (http/protobuf) or "
+                                 "http://collector:4317 (grpc); default the exporter's.")
+    protocol: Literal["http/protobuf", "grpc"] = "http/protobuf"
+    directory: str | None = Field(None, description="Of exporter file; must be there on every node. One file a process.")
+    sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that have spans, where the caller's "
+                                "traceparent does not decide it.")
+    service_name: str = "hisparse"
+
+    @model_validator(mode="after")
+    def _check_target(self) -> TelemetryConfig:
+        if (self.exporter == "file") != (self.directory is not None):
+            raise ValueError(f"directory belongs to exporter = file: exporter is {self.exporter}, directory {self.directory}; "
+                             "set both or neither")
+        if self.endpoint is not None and self.exporter != "otlp":
+            raise ValueError(f"endpoint has no effect with exporter = {self.exporter}; set exporter to otlp, or remove it")
+        return self
+
+
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
@@ -206,6 +229,7 @@ class HiSparseConfig(_Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     trace: TraceConfig = TraceConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8)
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()
@@ -239,7 +263,8 @@ def load_config(source: str | Path | dict[str, Any], overrides: dict[str, Any] |
             raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"the configuration must be a mapping of sections, got {type(data).__name__}")
-    data = _merge(data, _from_environ(dict(os.environ) if environ is None else environ))
+    environ = dict(os.environ) if environ is None else environ
+    data = _with_otel(_merge(data, _from_environ(environ)), environ)
     data = _merge(data, overrides or {})
     try:
         return HiSparseConfig.model_validate(data)
@@ -375,3 +400,31 @@ def _from_environ(environ: dict[str, str]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[leaf] = yaml.safe_load(value)
     return out
+
+
+def _with_otel(data: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    """`data`, with OpenTelemetry's own variables where its section `telemetry` says nothing about the exporter."""
+    given = data.get("telemetry") or {}
+    if not isinstance(given, dict) or "exporter" in given:
+        return data
+
+    def read(*names: str) -> str:
+        return next((environ[name].strip() for name in names if environ.get(name, "").strip()), "")
+
+    endpoint = read("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    exporter = read("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "none")
+    if read("OTEL_SDK_DISABLED").lower() == "true" or exporter == "none":
+        return data
+    found: dict[str, Any] = {"exporter": exporter}
+    if endpoint:
+        found["endpoint"] = endpoint
+    if protocol := read("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        found["protocol"] = protocol
+    if name := read("OTEL_SERVICE_NAME"):
+        found["service_name"] = name
+    sampler, ratio = read("OTEL_TRACES_SAMPLER"), read("OTEL_TRACES_SAMPLER_ARG")
+    if sampler.endswith("always_off"):
+        found["sample_ratio"] = 0.0
+    elif sampler.endswith("traceidratio") and ratio:
+        found["sample_ratio"] = ratio
+    return data | {"telemetry": found | given}

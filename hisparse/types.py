@@ -367,6 +367,21 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimeline:
+    """When an engine did what with a request. Seconds since its arrival; None = not yet, or never.
+
+    Attributes:
+        arrived_unix_s: on the wall clock. admitted_s: first admission. loaded_s: end of its import from prefill, whatever the
+            outcome; None = nothing was imported, or it is under way.
+    """
+
+    arrived_unix_s: float
+    admitted_s: float | None = None
+    loaded_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """One increment of one request: tokens and text since the last increment."""
 
@@ -380,3 +395,5 @@ class RequestOutput:
     """Set on the last increment."""
     kv_transfer_params: Mapping[str, Any] | None = None
     """Prefill role: where and until when decode can read the prompt's KV. Set on the last increment."""
+    timeline: RequestTimeline | None = None
+    """Set on the first increment that has a token, and on the last one."""

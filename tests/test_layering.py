@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
-    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "metrics",
-    "config", "layout", "types", "errors",
+    "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "worker", "capacity", "cache", "trace", "ops", "telemetry",
+    "metrics", "config", "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo"}
@@ -23,8 +23,9 @@ DOORS = {
     "transformers": ("engine/models/", "testing/", "demo/"),
     "fastapi": ("serve/",),
     "typer": ("cli/", "demo/"),
+    "opentelemetry": ("telemetry/otel.py",),
 }
-NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "telemetry/", "connector/base.py", "types.py", "config.py", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

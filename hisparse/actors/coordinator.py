@@ -45,6 +45,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         error=second.error,
         stats=second.stats,
         kv_transfer_params=second.kv_transfer_params,
+        timeline=second.timeline or first.timeline,
     )
 
 

@@ -179,7 +179,8 @@ class EngineCore:
             raise
         request = Request(
             request_id=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
-            sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(), priority=priority, cache_salt=cache_salt,
+            sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(), arrived_unix_s=time.time(),
+            priority=priority, cache_salt=cache_salt,
             do_remote_decode=do_remote_decode,
             remote=kv_transfer_params is not None,
         )
@@ -325,6 +326,9 @@ class EngineCore:
     def _accept(self, request: Request, token: SampledToken) -> None:
         request.token_ids.append(token.token_id)
         request.new_tokens.append(token)
+        is_first = request.first_token_s is None
+        if is_first:
+            request.first_token_s = self._clock() - request.arrived_s
         self._generated += 1
         self.cache.extend(request.request_id, [token.token_id])
         if request.do_remote_decode:
@@ -348,7 +352,7 @@ class EngineCore:
         if reason is not None:
             self._close(request, reason, text=text)
         else:
-            self._emit(request, text)
+            self._emit(request, text, with_timeline=is_first)
 
     # ------------------------------------------------------------------------------------------- loads and leases
     def _apply(self, events: LoadEvents) -> None:
@@ -396,12 +400,13 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------- outputs
     def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
-              params: Mapping[str, Any] | None = None) -> None:
+              params: Mapping[str, Any] | None = None, with_timeline: bool = False) -> None:
         new, request.new_tokens = request.new_tokens, []
         self._outputs.append(RequestOutput(
             request_id=request.request_id, new_token_ids=tuple(token.token_id for token in new), new_text=text,
             logprobs=tuple(new) if request.sampling.logprobs is not None else (), finish_reason=finish,
             error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
+            timeline=request.timeline() if with_timeline or finish is not None else None,
         ))
 
     def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None) -> None:

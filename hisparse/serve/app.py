@@ -29,6 +29,7 @@ from hisparse.serve.decode import DecodeService
 from hisparse.serve.ingress import create_api
 from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
+from hisparse.telemetry.make import make_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class _EngineReplica:
         logs.configure(config.serve, replica=identity.engine_id)
         self.engine = EngineActors.start(config, identity)
         self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
+        self.tracer = make_tracer(config.telemetry, identity.engine_id, **{"service.instance.id": identity.engine_id})
         logger.info("engine %s is ready", identity.engine_id)
 
     async def check_health(self) -> None:
@@ -65,6 +67,7 @@ class _EngineReplica:
         engine = getattr(self, "engine", None)
         if engine is not None:
             await asyncio.to_thread(engine.stop)
+            await asyncio.to_thread(self.tracer.shutdown)
 
 
 class PrefillReplica(_EngineReplica):
@@ -72,7 +75,7 @@ class PrefillReplica(_EngineReplica):
 
     def __init__(self, config: HiSparseConfig) -> None:
         super().__init__(config)
-        self._service = PrefillService(self.engine, self.feed)
+        self._service = PrefillService(self.engine, self.feed, self.tracer)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         return await self._service.prefill(call)
@@ -95,7 +98,7 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed, self.tracer)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
@@ -161,11 +164,12 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ConfigError: unknown keys, impossible values, or no such checkpoint.
     """
     config = load_config(dict(args))
+    make_tracer(config.telemetry, "check").shutdown()  # a missing package fails here, not in a replica
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
         logs.configure(config.serve, replica="ingress")
-        return create_api(config, _current_backend, _sink(config))
+        return create_api(config, _current_backend, _sink(config), make_tracer(config.telemetry, "ingress"))
 
     def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
         MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica

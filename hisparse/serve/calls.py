@@ -18,6 +18,7 @@ class GenerateCall:
         messages: (role, content) pairs of a chat.
         max_tokens: None = as many as fit into the context; replaces `sampling.max_tokens`.
         timeout_s: time left until the request's deadline.
+        trace: W3C trace context of the caller's span; None = nobody records it.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class GenerateCall:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     timeout_s: float = 300.0
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class PrefillCall:
     prompt_token_ids: tuple[int, ...]
     cache_salt: str | None = None
     timeout_s: float = 300.0
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from hisparse.serve.chat import render
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient
+from hisparse.telemetry import NullTracer, RequestSpans, Tracer
 from hisparse.types import FinishReason, RequestOutput, RequestStats
 
 logger = logging.getLogger(__name__)
@@ -57,14 +58,15 @@ class DecodeService:
 
     Args:
         prefill: None = this engine computes its prompts itself.
-        feed: metrics of requests; default nowhere.
+        feed: metrics of requests; default nowhere. tracer: of spans; default none.
     """
 
     def __init__(self, config: HiSparseConfig, engine: DecodeEngine, tokenizer: Tokenizer,
-                 prefill: PrefillClient | None, feed: RequestFeed | None = None) -> None:
+                 prefill: PrefillClient | None, feed: RequestFeed | None = None, tracer: Tracer | None = None) -> None:
         self._config, self._engine, self._tokenizer, self._prefill = config, engine, tokenizer, prefill
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._feed = feed or RequestFeed(NullSink(), model="", role="", engine="")
+        self._tracer = tracer or NullTracer()
         self._open = 0
         self._local = LocalPrefillBudget(config.pd.local_prefill_tokens)
 
@@ -72,6 +74,7 @@ class DecodeService:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
         timer, ended = self._feed.begin(), "abandoned"
         facts: dict[str, Any] = {"request_id": call.request_id}
+        spans = RequestSpans(self._tracer, "hisparse.request", call.trace, request_id=call.request_id)
         try:
             deadline = time.monotonic() + call.timeout_s
             with self._admitted():
@@ -79,7 +82,7 @@ class DecodeService:
                 sampling = replace(call.sampling, max_tokens=self._max_tokens(call, len(prompt)))
                 request = EngineRequest(request_id=call.request_id, prompt_token_ids=prompt, sampling=sampling,
                                         cache_salt=call.cache_salt)
-                async for chunk in self._run(request, deadline, timer):
+                async for chunk in self._run(request, deadline, timer, spans):
                     ended = "error" if chunk.error is not None else chunk.finish_reason or ended
                     facts |= _facts(chunk)
                     yield chunk
@@ -91,7 +94,10 @@ class DecodeService:
             facts |= _facts(Chunk(error=answer))
             yield Chunk(error=answer)
         finally:
-            logger.info("request ended", extra={"fields": facts | timer.end(ended)})
+            facts |= timer.end(ended)
+            logger.info("request ended", extra={"fields": facts})
+            spans.end(_attributes(facts), error=facts.get("error") or (ended if ended in ("error", "refused") else None),
+                      is_cut=ended == "abandoned")
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -130,7 +136,8 @@ class DecodeService:
                            field, "context_length_exceeded")
         return wanted
 
-    async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer) -> AsyncIterator[Chunk]:
+    async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer,
+                   spans: RequestSpans) -> AsyncIterator[Chunk]:
         answer: PrefillAnswer | None = None
         local_tokens = 0
         finished = False
@@ -138,8 +145,10 @@ class DecodeService:
         try:
             if self._prefill is not None:
                 answer, attempts = await self._prefill.prefill(
-                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline)
+                    request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline,
+                    trace=spans.prefill_begins())
                 timer.prefilled()
+                spans.prefill_ends(attempts, answer.error.message if answer.error is not None else None)
                 facts["prefill_attempts"] = attempts
                 if answer.error is not None:
                     if time.monotonic() >= deadline:
@@ -152,6 +161,7 @@ class DecodeService:
             while not finished:
                 output = await _before(anext(outputs), deadline)
                 timer.tokens(len(output.new_token_ids))
+                spans.moments(output.timeline)
                 if output.stats is not None:
                     timer.stats(output.stats)
                 if output.new_token_ids and local_tokens:
@@ -207,6 +217,13 @@ def _facts(chunk: Chunk) -> dict[str, Any]:
         if chunk.error.status >= 500:
             facts["error"] = chunk.error.message
     return facts
+
+
+def _attributes(facts: dict[str, Any]) -> dict[str, Any]:
+    """Of a request's span: OpenTelemetry's names where it has some."""
+    names = {"prompt_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens",
+             "reason": "hisparse.finish_reason", "status": "http.response.status_code"}
+    return {names.get(key, f"hisparse.{key}"): value for key, value in facts.items() if key not in ("request_id", "error")}
 
 
 def _stats(stats: RequestStats) -> dict[str, Any]:

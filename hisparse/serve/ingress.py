@@ -23,24 +23,29 @@ from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import Chunks, Generation
 from hisparse.serve.guard import REQUEST_ID, TENANT, Guard, Measured
 from hisparse.serve.keys import KeyRing, tenant_salt
+from hisparse.serve.tracing import Traced, with_trace
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer, error_event
+from hisparse.telemetry import Tracer
 
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 10.0
 
 
-def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None) -> FastAPI:
+def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None,
+               tracer: Tracer | None = None) -> FastAPI:
     """The app. `backend()` is asked at each request: the service behind it starts later than the app is built.
 
     Args:
-        sink: of metrics; default none.
+        sink: of metrics; default none. tracer: of spans; default none.
     Raises:
         ConfigError: the file of API keys cannot be used.
     """
     api = FastAPI(title="hisparse", docs_url=None, redoc_url=None, openapi_url=None)
     served, keys = served_name(config.model), KeyRing(config.serve)
     api.add_middleware(Guard, keys=keys, allow_no_keys=config.serve.allow_no_keys)
+    if tracer is not None and tracer.is_on:
+        api.add_middleware(Traced, tracer=tracer)
     api.add_middleware(Measured, feed=HttpFeed(sink or NullSink(), model=served))  # the last one is the outermost
     timeout_s = config.serve.request_timeout_s
 
@@ -53,7 +58,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         return tenant_salt(None if config.serve.share_prefixes else request.scope.get(TENANT), given)
 
     async def answer(request: Request, calls: Sequence[GenerateCall], writer: Writer, stream: bool) -> Response:
-        chunks = Generation(backend(), calls, timeout_s).chunks()
+        chunks = Generation(backend(), with_trace(request.scope, calls), timeout_s).chunks()
         if stream:
             try:
                 first = await _unless_gone(request, anext(chunks))

@@ -15,6 +15,8 @@ from hisparse.metrics import NullSink, RequestFeed
 from hisparse.serve.calls import PrefillAnswer, PrefillCall
 from hisparse.serve.errors import ApiError
 from hisparse.serve.generation import spawn
+from hisparse.telemetry import NullTracer, RequestSpans, Tracer
+from hisparse.telemetry.spans import Carrier
 from hisparse.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,11 @@ class PrefillService:
     """One prefill replica's work, over its engine.
 
     Args:
-        feed: metrics; default nowhere.
+        feed: metrics; default nowhere. tracer: of spans; default none.
     """
 
-    def __init__(self, engine: PrefillEngine, feed: RequestFeed | None = None) -> None:
-        self._engine = engine
+    def __init__(self, engine: PrefillEngine, feed: RequestFeed | None = None, tracer: Tracer | None = None) -> None:
+        self._engine, self._tracer = engine, tracer or NullTracer()
         self._feed = feed or RequestFeed(NullSink(), model="", role="prefill", engine="")
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
@@ -49,13 +51,16 @@ class PrefillService:
             request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, cache_salt=call.cache_salt,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), do_remote_decode=True,
         )
-        done = False
+        done, failure = False, "cancelled"
+        spans = RequestSpans(self._tracer, "hisparse.prefill.engine", call.trace, request_id=call.request_id,
+                             first_step="hisparse.compute", decode="")
         try:
             output = await self._engine.complete(request, timeout_s=call.timeout_s)
+            spans.moments(output.timeline)
             if output.stats is not None:
                 self._feed.queued(output.stats)
             if output.error is not None or output.kv_transfer_params is None:
-                reason = output.error or "the engine gave no transfer parameters"
+                failure = reason = output.error or "the engine gave no transfer parameters"
                 return PrefillAnswer(request_id=call.request_id, error=ApiError(503, f"prefill failed: {reason}"))
             done = True
             return PrefillAnswer(request_id=call.request_id, kv_transfer_params=output.kv_transfer_params,
@@ -63,8 +68,11 @@ class PrefillService:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            return PrefillAnswer(request_id=call.request_id, error=ApiError.of(error))
+            answer = ApiError.of(error)
+            failure = f"status {answer.status}" if answer.status < 500 else answer.message
+            return PrefillAnswer(request_id=call.request_id, error=answer)
         finally:
+            spans.end({"hisparse.prompt_tokens": len(call.prompt_token_ids)}, error=None if done else failure)
             if not done:
                 spawn(self._engine.abort(call.request_id))
 
@@ -81,18 +89,18 @@ class PrefillClient:
         self._send, self._max_retries, self._backoff_s = send, config.max_retries, backoff_s
 
     async def prefill(self, request_id: str, prompt: tuple[int, ...], *, cache_salt: str | None,
-                      deadline: float) -> tuple[PrefillAnswer, int]:
+                      deadline: float, trace: Carrier | None = None) -> tuple[PrefillAnswer, int]:
         """The answer of the first attempt that worked, or of the last one; and the number of attempts.
 
         Args:
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock. trace: of the span that waits for it.
         """
         attempt = 0
         while True:
             attempt += 1
             answer = await self._attempt(PrefillCall(
                 request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
-                timeout_s=max(deadline - time.monotonic(), 0.001),
+                timeout_s=max(deadline - time.monotonic(), 0.001), trace=trace,
             ))
             if answer.error is None or not answer.error.retryable or attempt > self._max_retries:
                 return answer, attempt
