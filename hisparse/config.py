@@ -184,6 +184,24 @@ class PDConfig(_Section):
     transport: Literal["nixl", "loopback"] = "nixl"
 
 
+class AutoscalingConfig(_Section):
+    """How many replicas a role has, by the requests that are open on them."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    target_requests: float | None = Field(None, gt=0, description="Open requests per replica to aim at; default 0.7 of the "
+                                          "role's scheduler.max_num_seqs.")
+    upscale_delay_s: float = Field(10.0, ge=0, description="How long more must be needed before replicas are added.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="How long fewer must be enough; a start loads weights and pins "
+                                     "the pool, and the prefix cache of a replica goes with it.")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> AutoscalingConfig:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
+        return self
+
+
 class ServeConfig(_Section):
     """The Ray Serve app."""
 
@@ -191,8 +209,12 @@ class ServeConfig(_Section):
     port: int = Field(8000, ge=0, le=65535)
     prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
     decode_replicas: int = Field(1, ge=1)
+    prefill_autoscaling: AutoscalingConfig | None = Field(None, description="Instead of a fixed number; prefill_replicas is "
+                                                          "then what it starts with, within the limits.")
+    decode_autoscaling: AutoscalingConfig | None = Field(None, description="The same for decode_replicas.")
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
     start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
+    drain_timeout_s: float = Field(30.0, ge=0, description="Open streams get so long to end when a replica stops.")
     step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
     metrics_interval_s: float = Field(1.0, ge=0, le=60, description="How often engines report metrics to Ray; 0: no metrics.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of what replicas, engines, ranks log.")
@@ -205,6 +227,19 @@ class ServeConfig(_Section):
     allow_no_keys: bool = Field(False, description="Serve other machines without keys, e.g. behind a gateway that checks them.")
     share_prefixes: bool = Field(False, description="Let tenants share cached prefixes. False: each API key (or tenant) sees "
                                  "only its own, whatever cache_salt it sends.")
+
+    @model_validator(mode="after")
+    def _check_autoscaling(self) -> ServeConfig:
+        if self.prefill_autoscaling is not None and not self.prefill_replicas:
+            raise ValueError("prefill_autoscaling has no effect without prefill replicas; set prefill_replicas to at least 1, "
+                             "or remove it")
+        return self
+
+    @property
+    def least_engines(self) -> int:
+        """Engines that a complete service has at least."""
+        counts = ((self.prefill_replicas, self.prefill_autoscaling), (self.decode_replicas, self.decode_autoscaling))
+        return sum(count if scaling is None else scaling.min_replicas for count, scaling in counts)
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServeConfig:

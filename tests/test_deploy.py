@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config
-from hisparse.serve.app import ENDING_S, GRACE_S, build_app
+from hisparse.serve.app import ENDING_S, build_app
 from hisparse.serve.keys import KeyRing
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,8 @@ def test_pods_are_large_enough(worker: dict[str, Any]) -> None:
     assert shm["medium"] == "Memory" and size(shm["sizeLimit"]) >= pools + OBJECT_STORE
     assert int(worker["rayStartParams"]["object-store-memory"]) == OBJECT_STORE
     assert size(limits["memory"]) >= size(shm["sizeLimit"]) + len(engines) * 4 * GIB
-    assert pod["terminationGracePeriodSeconds"] >= GRACE_S + ENDING_S + pools / (4 * GIB)
+    stop_s = max(MemoryPlan.of(engine).stop_s for engine in engines)  # they stop side by side
+    assert pod["terminationGracePeriodSeconds"] >= stop_s + ENDING_S
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
 

@@ -91,6 +91,8 @@ class EngineStats:
     cache: dict[str, Any]
     pd: dict[str, Any] | None = None
     """PDStats; None when colocated."""
+    draining: bool = False
+    """It takes no new request, because it is about to stop."""
     index_groups: tuple[dict[str, Any], ...] = ()
     """The rows of `resolve` by index group: its layers, and the fields of TierRows."""
 
@@ -153,6 +155,7 @@ class EngineCore:
         self._finished = self._generated = self._import_failures = 0
         self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
         self._dead: str | None = None
+        self._draining = False
         self.idle = True
 
     # ------------------------------------------------------------------------------------------- requests
@@ -203,6 +206,8 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        if self._draining:
+            raise RequestError(f"engine {self.engine_id} is being stopped and takes no new requests; retry", status=503)
         limit, vocab = self.config.model.max_model_len, self.layout.shape.vocab_size
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
@@ -231,6 +236,19 @@ class EngineCore:
             self.pd.release_request(request_id)
         else:
             self._close(request, FinishReason.ABORT)
+
+    def drain(self) -> int:
+        """No new request from now on. Those that have not begun (they wait, or their prompt is being imported) end with an
+        error that says to retry; prefill is told. Those that run go on, and so do leases. Idempotent.
+
+        Returns how many it ended. Keep calling `step()` while `has_work()`.
+        """
+        self._draining = True
+        waiting = [request for request in self.requests.values() if not request.num_output_tokens
+                   and request.state in (RequestState.WAITING, RequestState.LOADING)]
+        for request in waiting:
+            self._close(request, FinishReason.ERROR, error=f"engine {self.engine_id} is being stopped; retry")
+        return len(waiting)
 
     # ------------------------------------------------------------------------------------------- the step
     def step(self) -> list[RequestOutput]:
@@ -456,7 +474,7 @@ class EngineCore:
             import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
             resolve=self._totals, cache=asdict(self.cache.stats()),
-            pd=None if self.pd is None else asdict(self.pd.stats()),
+            pd=None if self.pd is None else asdict(self.pd.stats()), draining=self._draining,
             index_groups=tuple({"layers": list(group.layers), **TierRows(*counts)._asdict()} for group, counts in
                                zip(self.layout.shape.index_groups, self._by_group.tolist())),
         )

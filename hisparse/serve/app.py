@@ -16,10 +16,11 @@ from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors import logs
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
-from hisparse.actors.handles import find_actors, metrics_endpoints, translate
+from hisparse.actors.handles import find_actors, gather, metrics_endpoints, translate
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
-from hisparse.config import HiSparseConfig, load_config, model_path
+from hisparse.actors.stop_budget import StopBudget
+from hisparse.config import AutoscalingConfig, HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import HiSparseError
 from hisparse.metrics import NullSink, RequestFeed, Sink
@@ -36,8 +37,12 @@ logger = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
-GRACE_S = 40.0
-"""For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
+WAIT_LOOP_S = 0.5
+"""How often a stopping replica looks whether its requests have ended."""
+TARGET_SEATS = 0.7
+"""Share of the seats that autoscaling wants taken, unless told otherwise."""
+LEAST_LOOK_BACK_S = 15.0
+"""Over which autoscaling averages; Serve's replicas report every 10 s."""
 ENDING_S = 60.0
 """For an earlier Serve instance, of which no application is left, to go."""
 
@@ -49,6 +54,7 @@ class _EngineReplica:
         app = serve.get_replica_context().app_name
         identity = EngineIdentity.new(config.pd.role, app)
         logs.configure(config.serve, replica=identity.engine_id)
+        self._drain_timeout_s = config.serve.drain_timeout_s
         self.engine = EngineActors.start(config, identity)
         self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
         self.tracer = make_tracer(config.telemetry, identity.engine_id, **{"service.instance.id": identity.engine_id})
@@ -66,6 +72,7 @@ class _EngineReplica:
     async def __del__(self) -> None:
         engine = getattr(self, "engine", None)
         if engine is not None:
+            await asyncio.to_thread(engine.drain, self._drain_timeout_s)
             await asyncio.to_thread(engine.stop)
             await asyncio.to_thread(self.tracer.shutdown)
 
@@ -171,31 +178,50 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         logs.configure(config.serve, replica="ingress")
         return create_api(config, _current_backend, _sink(config), make_tracer(config.telemetry, "ingress"))
 
-    def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
-        MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
+    def engine_options(replica_config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:
+        plan = MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
         return {
-            "num_replicas": num_replicas, "max_ongoing_requests": capacity + 64, "ray_actor_options": {"num_cpus": 0},
+            **replicas(replica_config, count, scaling), "max_ongoing_requests": capacity + 64,
+            "ray_actor_options": {"num_cpus": 0},
             "placement_group_bundles": bundles(replica_config), "placement_group_strategy": "STRICT_PACK",
             "max_constructor_retry_count": MAX_START_RETRIES,
             "health_check_period_s": HEALTH_PERIOD_S, "health_check_timeout_s": HEALTH_TIMEOUT_S,
-            "graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": GRACE_S,
+            "graceful_shutdown_wait_loop_s": WAIT_LOOP_S,
+            "graceful_shutdown_timeout_s": StopBudget.of(replica_config, plan.host_bytes).total_s + 4 * WAIT_LOOP_S,
         }
 
     if config.serve.prefill_replicas:
         prefill_config, decode_config = _of_engine(config, "prefill"), _of_engine(config, "decode")
-        options = engine_options(prefill_config, config.serve.prefill_replicas)
+        options = engine_options(prefill_config, config.serve.prefill_replicas, config.serve.prefill_autoscaling)
         prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
         decode_args: tuple[Any, ...] = (decode_config, prefill)
     else:
         decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
-    options = engine_options(decode_config, config.serve.decode_replicas)
+    options = engine_options(decode_config, config.serve.decode_replicas, config.serve.decode_autoscaling)
     decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
+    scaling = config.serve.decode_autoscaling
+    most = config.serve.decode_replicas if scaling is None else scaling.max_replicas
     application: serve.Application = _deploy(
-        serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * config.serve.decode_replicas + 64,
-        ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
+        serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * most + 64,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
+        graceful_shutdown_timeout_s=config.serve.drain_timeout_s + 4 * WAIT_LOOP_S,
     ).bind(decode)
     return application
+
+
+def replicas(config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:
+    """Serve's options for a fixed number of replicas of a role, or for one that follows the load."""
+    if scaling is None:
+        return {"num_replicas": count}
+    target = scaling.target_requests or TARGET_SEATS * config.scheduler.max_num_seqs
+    return {"autoscaling_config": {
+        "min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas,
+        "initial_replicas": min(max(count, scaling.min_replicas), scaling.max_replicas),
+        "target_ongoing_requests": target,
+        "upscale_delay_s": scaling.upscale_delay_s, "downscale_delay_s": scaling.downscale_delay_s,
+        "look_back_period_s": max(scaling.upscale_delay_s, LEAST_LOOK_BACK_S),
+    }}
 
 
 def _of_engine(config: HiSparseConfig, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
@@ -227,7 +253,17 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             raise HiSparseError(f"the service did not start: {_why(name) or error}") from error
         yield
     finally:
+        drain_engines(name, config.serve.drain_timeout_s)
         serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def drain_engines(app: str, timeout_s: float) -> None:
+    """Every engine of an app at once, before Serve ends it: late requests are refused at once, open streams go on."""
+    engines = find_actors(actor_prefix(app))
+    try:
+        gather([engine.start("drain", timeout_s) for engine in engines], timeout_s + 10.0)
+    except Exception as error:  # Serve ends them in any case
+        logger.warning("drain of the engines: %s", error)
 
 
 def _check_no_other_serve() -> None:

@@ -149,18 +149,23 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
 
 
 async def _engine_state(config: HiSparseConfig, backend: Backend) -> dict[str, Any]:
-    """What `/health` answers: ok only when every replica's engine loop turns."""
-    expected = config.serve.decode_replicas + config.serve.prefill_replicas
+    """What `/health` answers: ok only when there are enough engines, and the loop of each turns. One that is being added on
+    top of those says `starting`, and is no reason to send nobody here.
+    """
+    expected = config.serve.least_engines
     try:
         engines = await asyncio.wait_for(backend.engines(False), STATS_TIMEOUT_S)
     except Exception as error:
         return {"status": "unhealthy", "reason": ApiError.of(error).message, "engines": []}
     state = [{"engine": item.get("engine"), **item.get("health", {})} for item in engines]
-    sick = [item for item in state if not item.get("ok")]
+    starting = [item for item in state if item.get("starting")]
+    sick = [item for item in state if not item.get("ok") and item not in starting]
     if sick:
         return {"status": "unhealthy", "reason": f"{sick[0]['engine']}: {sick[0].get('reason')}", "engines": state}
-    if len(state) < expected:
-        return {"status": "starting", "reason": f"{len(state)} of {expected} engines are ready", "engines": state}
+    ready = len(state) - len(starting)
+    if ready < expected:
+        steps = "".join(f"; {item['engine']}: {item['reason']}" for item in starting)
+        return {"status": "starting", "reason": f"{ready} of {expected} engines are ready{steps}", "engines": state}
     return {"status": "ok", "engines": state}
 
 
