@@ -391,6 +391,8 @@ class RequestOutput:
     logprobs: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    retry: bool = False
+    """The error says nothing about the request: another engine may answer it."""
     stats: RequestStats | None = None
     """Set on the last increment."""
     kv_transfer_params: Mapping[str, Any] | None = None

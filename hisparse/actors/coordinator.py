@@ -46,6 +46,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         logprobs=first.logprobs + second.logprobs,
         finish_reason=second.finish_reason,
         error=second.error,
+        retry=second.retry,
         stats=second.stats,
         kv_transfer_params=second.kv_transfer_params,
         timeline=second.timeline or first.timeline,
@@ -86,7 +87,8 @@ class _Streams:
 
     def _fail(self, reason: str) -> None:
         for request_id, queue in self._queues.items():
-            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason))
+            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason,
+                                           retry=True))
 
 
 class CoordinatorActor:

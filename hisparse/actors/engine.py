@@ -186,6 +186,13 @@ class EngineActors:
         report: dict[str, Any] = await self.front.acall("stats", check, timeout_s=CALL_TIMEOUT_S)
         return report
 
+    async def probe(self) -> dict[str, Any]:
+        """`health`, also of an engine whose coordinator does not answer."""
+        try:
+            return await self.health()
+        except (EngineDeadError, TimeoutError) as error:
+            return {"ok": False, "reason": str(error)}
+
     async def health(self) -> dict[str, Any]:
         """See `CoordinatorActor.health`."""
         report: dict[str, Any] = await self.front.acall("health", timeout_s=CALL_TIMEOUT_S)

@@ -247,7 +247,7 @@ class EngineCore:
         waiting = [request for request in self.requests.values() if not request.num_output_tokens
                    and request.state in (RequestState.WAITING, RequestState.LOADING)]
         for request in waiting:
-            self._close(request, FinishReason.ERROR, error=f"engine {self.engine_id} is being stopped; retry")
+            self._close(request, FinishReason.ERROR, error=f"engine {self.engine_id} is being stopped; retry", retry=True)
         return len(waiting)
 
     # ------------------------------------------------------------------------------------------- the step
@@ -418,22 +418,23 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------- outputs
     def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
-              params: Mapping[str, Any] | None = None, with_timeline: bool = False) -> None:
+              params: Mapping[str, Any] | None = None, with_timeline: bool = False, retry: bool = False) -> None:
         new, request.new_tokens = request.new_tokens, []
         self._outputs.append(RequestOutput(
             request_id=request.request_id, new_token_ids=tuple(token.token_id for token in new), new_text=text,
             logprobs=tuple(new) if request.sampling.logprobs is not None else (), finish_reason=finish,
             error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
-            timeline=request.timeline() if with_timeline or finish is not None else None,
+            retry=retry, timeline=request.timeline() if with_timeline or finish is not None else None,
         ))
 
-    def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None) -> None:
+    def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None,
+               retry: bool = False) -> None:
         self.connectors.request_closed(request.request_id)
         if request.remote and self.pd is not None:
             self.pd.release_unused(request.request_id, reason.value)
         request.spilled_pages = self.cache.spilled_pages(request.request_id)
         self.scheduler.finish(request, reason, error)
-        self._emit(request, text, finish=reason)
+        self._emit(request, text, finish=reason, retry=retry)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
@@ -447,7 +448,7 @@ class EngineCore:
             if request.state is RequestState.HELD:  # it had its last output; decode finds out by itself
                 continue
             request.error = f"the engine failed: {why}"
-            self._emit(request, "", finish=FinishReason.ERROR)
+            self._emit(request, "", finish=FinishReason.ERROR, retry=True)
         self.requests.clear()
 
     def take_outputs(self) -> list[RequestOutput]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ from hisparse.metrics import NullSink, RequestFeed, Sink
 from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
+from hisparse.serve.errors import ENGINE_UNAVAILABLE
+from hisparse.serve.failover import with_failover
+from hisparse.serve.generation import spawn
 from hisparse.serve.ingress import create_api
 from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
@@ -37,6 +41,8 @@ logger = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
+LEAVE_S = 1.0
+"""For answers that are on their way, when a replica ends because its engine has failed."""
 WAIT_LOOP_S = 0.5
 """How often a stopping replica looks whether its requests have ended."""
 TARGET_SEATS = 0.7
@@ -54,7 +60,7 @@ class _EngineReplica:
         app = serve.get_replica_context().app_name
         identity = EngineIdentity.new(config.pd.role, app)
         logs.configure(config.serve, replica=identity.engine_id)
-        self._drain_timeout_s = config.serve.drain_timeout_s
+        self._drain_timeout_s, self._leaving = config.serve.drain_timeout_s, False
         self.engine = EngineActors.start(config, identity)
         self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
         self.tracer = make_tracer(config.telemetry, identity.engine_id, **{"service.instance.id": identity.engine_id})
@@ -69,9 +75,23 @@ class _EngineReplica:
     async def abort(self, request_id: str) -> None:
         await self.engine.abort(request_id)
 
+    async def leave_if_dead(self) -> None:
+        """Ends this process when its engine has failed. An idle replica looks attractive to routers: until Serve has noticed by
+        its health checks, most requests would come here only to be sent away.
+        """
+        health = await self.engine.probe()
+        if health["ok"] or health.get("starting") or self._leaving:
+            return
+        self._leaving = True
+        logger.error("engine %s has failed, and so this replica ends: %s", self.engine.identity.engine_id, health["reason"])
+        await asyncio.to_thread(self.engine.stop)
+        await asyncio.to_thread(self.tracer.shutdown)
+        await asyncio.sleep(LEAVE_S)
+        os._exit(1)
+
     async def __del__(self) -> None:
         engine = getattr(self, "engine", None)
-        if engine is not None:
+        if engine is not None and not self._leaving:
             await asyncio.to_thread(engine.drain, self._drain_timeout_s)
             await asyncio.to_thread(engine.stop)
             await asyncio.to_thread(self.tracer.shutdown)
@@ -85,7 +105,10 @@ class PrefillReplica(_EngineReplica):
         self._service = PrefillService(self.engine, self.feed, self.tracer)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
-        return await self._service.prefill(call)
+        answer = await self._service.prefill(call)
+        if answer.error is not None and answer.error.code == ENGINE_UNAVAILABLE:
+            spawn(self.leave_if_dead())
+        return answer
 
 
 class DecodeReplica(_EngineReplica):
@@ -109,6 +132,8 @@ class DecodeReplica(_EngineReplica):
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
+            if chunk.error is not None and chunk.error.code == ENGINE_UNAVAILABLE:
+                spawn(self.leave_if_dead())
             yield chunk
 
 
@@ -118,7 +143,11 @@ class ServeBackend:
     def __init__(self, decode: DeploymentHandle[Any], app: str) -> None:
         self._decode, self._app = decode, app
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Before the first token a request may move to another replica."""
+        return with_failover(self._attempt, call)
+
+    async def _attempt(self, call: GenerateCall) -> AsyncGenerator[Chunk]:
         response: Any = self._decode.options(stream=True).generate.remote(call)
         done = False
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,7 @@ from hisparse.metrics import NullSink, RequestFeed
 from hisparse.metrics.request_feed import RequestTimer
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
 from hisparse.serve.chat import render
-from hisparse.serve.errors import ApiError
+from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
 from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient
 from hisparse.telemetry import NullTracer, RequestSpans, Tracer
@@ -70,7 +70,7 @@ class DecodeService:
         self._open = 0
         self._local = LocalPrefillBudget(config.pd.local_prefill_tokens)
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Chunk]:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
         timer, ended = self._feed.begin(), "abandoned"
         facts: dict[str, Any] = {"request_id": call.request_id}
@@ -200,7 +200,7 @@ class DecodeService:
         )
         error = None
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            error = ApiError(503, output.error or "the request was aborted")
+            error = ApiError(503, output.error or "the request was aborted", code=ENGINE_UNAVAILABLE if output.retry else "")
         return Chunk(
             text=output.new_text, token_ids=output.new_token_ids, logprobs=logprobs, error=error,
             finish_reason=output.finish_reason.value if output.finish_reason is not None and error is None else None,

@@ -13,7 +13,7 @@ from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import PDConfig
 from hisparse.metrics import NullSink, RequestFeed
 from hisparse.serve.calls import PrefillAnswer, PrefillCall
-from hisparse.serve.errors import ApiError
+from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
 from hisparse.serve.generation import spawn
 from hisparse.telemetry import NullTracer, RequestSpans, Tracer
 from hisparse.telemetry.spans import Carrier
@@ -61,7 +61,8 @@ class PrefillService:
                 self._feed.queued(output.stats)
             if output.error is not None or output.kv_transfer_params is None:
                 failure = reason = output.error or "the engine gave no transfer parameters"
-                return PrefillAnswer(request_id=call.request_id, error=ApiError(503, f"prefill failed: {reason}"))
+                return PrefillAnswer(request_id=call.request_id, error=ApiError(
+                    503, f"prefill failed: {reason}", code=ENGINE_UNAVAILABLE if output.retry else ""))
             done = True
             return PrefillAnswer(request_id=call.request_id, kv_transfer_params=output.kv_transfer_params,
                                  engine=self._engine.front)
