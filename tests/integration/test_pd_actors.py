@@ -221,9 +221,26 @@ def test_faults_between_prefill_and_decode(engines: Engines) -> None:
     asyncio.run(body())
 
 
+def test_nobody_notices_that_a_keeper_is_gone(engines: Engines) -> None:
+    """Ranks keep their mapping: requests are answered right as before, from the same pool. The next test stops this engine."""
+    async def body() -> None:
+        engine = engines.get("decode-two")
+        assert engine.keeper is not None
+        pid = await engine.keeper.acall("pid", timeout_s=10)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_for_state, pid, "ZX")
+        deployment = Deployment(engines.path, [engines.get("prefill-two")], engine)
+        for i in range(2):
+            await deployment.check(f"kept{i}", prompt_of(70 + 100 * i, 400 + i))
+        stats = await engine.stats(True)
+        assert stats["health"]["ok"] and stats["check"] == "ok" and Path(stats["host_pool"]).exists()
+
+    asyncio.run(body())
+
+
 def test_a_request_of_a_dead_decode_engine_moves_to_another(engines: Engines) -> None:
     """Its coordinator is killed. A stream that had begun gets a clear error; what had not begun is answered elsewhere, right;
-    the end of the dead engine leaves neither a process nor its pool."""
+    the end of the dead engine, whose keeper is dead, too, leaves neither a process nor its pool."""
     async def body() -> None:
         dying, living = engines.get("decode-two"), engines.get("decode-one")
         replicas = [Deployment(engines.path, [engines.get("prefill-two")], engine) for engine in (dying, living)]
