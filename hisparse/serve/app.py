@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
+STATS_TIMEOUT_S = 5.0
 LEAVE_S = 1.0
 """For answers that are on their way, when a replica ends because its engine has failed."""
 WAIT_LOOP_S = 0.5
@@ -92,6 +93,7 @@ class _EngineReplica:
     async def __del__(self) -> None:
         engine = getattr(self, "engine", None)
         if engine is not None and not self._leaving:
+            self._leaving = True  # a late request finds no engine; this process must not end in the middle of the stop
             await asyncio.to_thread(engine.drain, self._drain_timeout_s)
             await asyncio.to_thread(engine.stop)
             await asyncio.to_thread(self.tracer.shutdown)
@@ -142,6 +144,7 @@ class ServeBackend:
 
     def __init__(self, decode: DeploymentHandle[Any], app: str) -> None:
         self._decode, self._app = decode, app
+        self._answered: set[str] = set()
 
     def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Before the first token a request may move to another replica."""
@@ -170,9 +173,16 @@ class ServeBackend:
         async def ask(actor: Any) -> dict[str, Any]:
             name = actor.label.removeprefix(prefix)
             try:
-                return {"engine": name, **await actor.acall("stats", check, timeout_s=5.0)}
+                report = {"engine": name, **await actor.acall("stats", check, timeout_s=STATS_TIMEOUT_S)}
+            except TimeoutError as error:
+                if name in self._answered:
+                    return {"engine": name, "health": {"ok": False, "reason": str(error)}}
+                # A name is there before its process: imports take seconds, and more beside engines at work.
+                return {"engine": name, "health": {"ok": False, "starting": True, "reason": "its process has not answered yet"}}
             except Exception as error:
                 return {"engine": name, "health": {"ok": False, "reason": str(error)}}
+            self._answered.add(name)
+            return report
 
         return list(await asyncio.gather(*(ask(actor) for actor in actors)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import hisparse.serve
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import load_config
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, EngineDeadError
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ray"
 
@@ -99,6 +100,34 @@ def test_each_role_scales_by_its_own_limits() -> None:
 def test_scaling_that_cannot_be_is_refused(serve: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_config({"model": {"path": "recall"}, "serve": serve}, environ={})
+
+
+def test_an_engine_that_has_never_answered_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator has its name before its process can answer; one that answered before and does not now is in trouble."""
+    from hisparse.serve import app
+
+    class Coordinator:
+        label, outcome = "coordinator/a/decode-1", Exception()
+
+        async def acall(self, method: str, check: bool, timeout_s: float) -> dict[str, Any]:
+            if isinstance(self.outcome, Exception):
+                raise self.outcome
+            return self.outcome
+
+    actor: Any = Coordinator()
+    monkeypatch.setattr(app, "find_actors", lambda prefix: [actor])
+    backend = app.ServeBackend(None, "a")  # type: ignore[arg-type]
+
+    def health(outcome: Any) -> dict[str, Any]:
+        actor.outcome = outcome
+        (engine,) = asyncio.run(backend.engines(False))
+        assert engine["engine"] == "decode-1"
+        return dict(engine["health"])
+
+    assert health(TimeoutError("late"))["starting"]
+    assert health({"health": {"ok": True}}) == {"ok": True}
+    assert health(TimeoutError("late")) == {"ok": False, "reason": "late"}
+    assert health(EngineDeadError("gone")) == {"ok": False, "reason": "gone"}
 
 
 def test_serve_gives_a_stopping_replica_the_time_it_needs() -> None:
