@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors import logs
@@ -238,15 +239,24 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
     options = engine_options(decode_config, config.serve.decode_replicas, config.serve.decode_autoscaling)
-    decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
     scaling = config.serve.decode_autoscaling
     most = config.serve.decode_replicas if scaling is None else scaling.max_replicas
+    if most > 1:
+        options["request_router_config"] = prefix_routing(decode_config)
+    decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
     application: serve.Application = _deploy(
         serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * most + 64,
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + 4 * WAIT_LOOP_S,
     ).bind(decode)
     return application
+
+
+def prefix_routing(config: HiSparseConfig) -> RequestRouterConfig:
+    """Requests go where their prefix is, up to half of the seats more than where there is least to do."""
+    router: Any = "hisparse.serve.affinity.PrefixRouter"  # Serve's own type for it names no string
+    return RequestRouterConfig(request_router_class=router,
+                               request_router_kwargs={"slack": max(config.scheduler.max_num_seqs // 2, 1)})
 
 
 def replicas(config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:

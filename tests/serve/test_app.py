@@ -92,6 +92,19 @@ def test_each_role_scales_by_its_own_limits() -> None:
     assert all(fixed[name]._deployment_config.autoscaling_config is None for name in ("decode", "prefill"))
 
 
+@pytest.mark.parametrize(("serve", "routed"), [
+    ({}, False), ({"decode_replicas": 2}, True), ({"decode_autoscaling": {"max_replicas": 2}}, True),
+    ({"prefill_replicas": 2}, False)])
+def test_several_decode_replicas_are_chosen_by_prefix(serve: dict[str, Any], routed: bool) -> None:
+    from hisparse.serve.affinity import PrefixRouter
+
+    found = deployments({"model": {"path": "recall"}, "scheduler": {"max_num_seqs": 12}, "serve": serve})
+    routers = {name: found[name]._deployment_config.request_router_config for name in ("decode", "prefill")}
+    assert (routers["decode"].get_request_router_class() is PrefixRouter) == routed
+    assert routers["prefill"].get_request_router_class() is not PrefixRouter, "its engines are told apart by nothing but load"
+    assert not routed or routers["decode"].request_router_kwargs == {"slack": 6}
+
+
 @pytest.mark.parametrize(("serve", "text"), [
     ({"decode_autoscaling": {"min_replicas": 3, "max_replicas": 2}}, r"decode_autoscaling: max_replicas \(2\) must be"),
     ({"prefill_replicas": 0, "prefill_autoscaling": {}}, "no effect without prefill replicas"),
