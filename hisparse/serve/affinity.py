@@ -21,6 +21,7 @@ CHUNK_TOKENS = 64
 MAX_CHUNKS = 128
 """Of a prompt that are looked at: conversations differ sooner."""
 MAX_ENTRIES = 1 << 16
+MAX_ATTEMPTS_KNOWN = 1 << 12
 
 
 def prefix_chain(call: GenerateCall) -> list[bytes]:
@@ -77,13 +78,19 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, *, slack: int = 8, **kwargs: Any) -> None:
         """Args: slack: open requests that the replica with the prefix may have more than the least busy one."""
         self._slack = slack
-        self._table = PrefixTable()
+        self._table, self._attempts = PrefixTable(), PrefixTable(MAX_ATTEMPTS_KNOWN)
 
     async def choose_replicas(self, candidate_replicas: list[RunningReplica],
                               pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
-        """Ranks: the replica with the prefix, then two others; Serve takes the first that accepts."""
+        """Ranks: the replica with the prefix, then two others; Serve takes the first that accepts. A repeated request goes
+        anywhere but where its last attempt failed.
+        """
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         call = _call_of(pending_request)
+        failed = self._attempts.find(_attempt(call), replicas) if call is not None and call.retry_of is not None else None
+        if failed is not None and len(replicas) > 1:
+            others = [replica for name, replica in replicas.items() if name != failed]
+            return [random.sample(others, min(2, len(others))), [replicas[failed]]]
         known = self._table.find(prefix_chain(call), replicas) if call is not None and len(replicas) > 1 else None
         others = [replica for name, replica in replicas.items() if name != known]
         ranks = [random.sample(others, min(2, len(others)))]
@@ -95,11 +102,17 @@ class PrefixRouter(RequestRouter):
         call = _call_of(pending_request)
         if call is not None:
             self._table.remember(prefix_chain(call), replica_id)
+            self._attempts.remember(_attempt(call), replica_id)
 
     def _is_busy(self, who: Any, replicas: Collection[Any]) -> bool:
         """An unknown length of a queue counts as 0."""
         lengths = {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
         return lengths[who] > min(lengths.values()) + self._slack
+
+
+def _attempt(call: GenerateCall) -> list[bytes]:
+    """The key of all attempts at one request."""
+    return [(call.retry_of or call.request_id).encode()]
 
 
 def _call_of(request: PendingRequest | None) -> GenerateCall | None:

@@ -19,6 +19,7 @@ class GenerateCall:
         max_tokens: None = as many as fit into the context; replaces `sampling.max_tokens`.
         timeout_s: time left until the request's deadline.
         trace: W3C trace context of the caller's span; None = nobody records it.
+        retry_of: request id of the first attempt, whose replica is to be avoided; None = this is the first.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class GenerateCall:
     cache_salt: str | None = None
     timeout_s: float = 300.0
     trace: Mapping[str, str] | None = None
+    retry_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

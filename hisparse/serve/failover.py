@@ -52,4 +52,5 @@ async def with_failover(attempt: Callable[[GenerateCall], AsyncGenerator[Chunk]]
         logger.info("request %s, attempt %d: %s", call.request_id, number, failure.message)
         await asyncio.sleep(wait_s)
         number += 1
-        current = replace(call, request_id=f"{call.request_id}-r{number}", timeout_s=max(deadline - time.monotonic(), 0.001))
+        current = replace(call, request_id=f"{call.request_id}-r{number}", retry_of=call.request_id,
+                          timeout_s=max(deadline - time.monotonic(), 0.001))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,10 +46,11 @@ def send(handle: DeploymentHandle[Any], text: str, hold_s: float = 0.0) -> tuple
     return next(response), response
 
 
-def ask(handle: DeploymentHandle[Any], text: str) -> str:
-    name, response = send(handle, text)
-    list(response)
-    return name
+def ask(handle: DeploymentHandle[Any], asked: str | GenerateCall) -> str:
+    """The replica that answered, once the request has ended."""
+    call = GenerateCall(request_id="r", text=asked, timeout_s=0.0) if isinstance(asked, str) else asked
+    (name,) = handle.generate.remote(call)
+    return str(name)
 
 
 def test_conversations_stay_where_they_began(handle: DeploymentHandle[Any]) -> None:
@@ -72,6 +74,16 @@ def test_a_busy_home_is_left_for_others(handle: DeploymentHandle[Any]) -> None:
     finally:
         for _, response in held:
             response.cancel()
+
+
+@pytest.mark.parametrize("text", ["short", "a prompt with a home " * 60])
+def test_a_repeated_request_goes_elsewhere(handle: DeploymentHandle[Any], text: str) -> None:
+    """However little the replica that failed has to do, and although it has the prefix."""
+    for i in range(4):
+        first = GenerateCall(request_id=f"{text[:5]}{i}", text=text, timeout_s=0.0)
+        attempts = [first, *(replace(first, request_id=f"{first.request_id}-r{n}", retry_of=first.request_id) for n in (2, 3))]
+        places = [ask(handle, call) for call in attempts]
+        assert places[0] != places[1] != places[2], places
 
 
 def test_a_home_that_is_gone_is_replaced(handle: DeploymentHandle[Any]) -> None:

@@ -53,6 +53,7 @@ def test_before_the_first_token_another_replica_answers(failure: Exception) -> N
     replicas = Replicas([failure], [failure], ["a", "end"])
     assert [chunk.text for chunk in replicas.run()] == ["a", "end"]
     assert [call.request_id for call in replicas.calls] == ["c-0", "c-0-r2", "c-0-r3"], "prefill may hold the first one's pages"
+    assert [call.retry_of for call in replicas.calls] == [None, "c-0", "c-0"]
     assert all(call.text == "x" and call.cache_salt == "s" and call.timeout_s <= 5 for call in replicas.calls)
     assert replicas.closed == 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,6 +197,32 @@ def test_what_is_missing_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"needs opentelemetry-sdk.*or set telemetry.exporter to none"):
         make_tracer(TelemetryConfig(exporter="otlp"), "x")
+
+
+@pytest.mark.parametrize(("config", "options"), [
+    ({}, {}), ({"endpoint": "http://c:4318"}, {"endpoint": "http://c:4318/v1/traces"}),
+    ({"endpoint": "http://c:4317", "protocol": "grpc"}, {"endpoint": "http://c:4317"})])
+def test_what_the_exporters_package_is_given(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any],
+                                             options: dict[str, Any]) -> None:
+    """Nothing that is not configured: the exporter reads OTEL_* variables of its own, such as headers."""
+    given: list[dict[str, Any]] = []
+
+    class Exporter(InMemorySpanExporter):
+        def __init__(self, **kwargs: Any) -> None:
+            given.append(kwargs)
+            super().__init__()
+
+    kind = "grpc" if config.get("protocol") == "grpc" else "http"
+    names = ["opentelemetry", "exporter", "otlp", "proto"]
+    for i in range(3, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:i]), types.ModuleType(names[i - 1]))
+    module = types.ModuleType("trace_exporter")
+    module.OTLPSpanExporter = Exporter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{kind}", types.ModuleType(kind))
+    monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", module)
+    tracer = make_tracer(TelemetryConfig(exporter="otlp", **config), "x")
+    assert tracer.is_on and given == [options]
+    tracer.shutdown()
 
 
 def test_collectors_url() -> None:
