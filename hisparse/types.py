@@ -187,6 +187,15 @@ class TransferAck(NamedTuple):
     """Completed spills: the host page's row mask on its writer when the copy's event was reached."""
 
 
+class TierRows(NamedTuple):
+    """Selected rows of one index group by what served them, summed over its layers and over query rows. See ResolveStats."""
+
+    resident: int = 0
+    hot: int = 0
+    miss: int = 0
+    prefill_host: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveStats:
     """Selected rows by the tier that served them, summed over layers and query rows; and bytes moved."""
@@ -201,13 +210,15 @@ class ResolveStats:
     device_to_host_bytes: int = 0
     mirrored_rows: int = 0
     spilled_pages: int = 0
+    spilled_bytes: int = 0
+    """The part of `device_to_host_bytes` that pages took; mirrored rows took the rest."""
 
     def __add__(self, other: ResolveStats) -> ResolveStats:
         return ResolveStats(**{name: getattr(self, name) + getattr(other, name) for name in _STAT_FIELDS})
 
 
 _STAT_FIELDS = ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "host_to_device_bytes",
-                "device_to_host_bytes", "mirrored_rows", "spilled_pages")
+                "device_to_host_bytes", "mirrored_rows", "spilled_pages", "spilled_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +231,8 @@ class HiSparseWorkerOutput:
     stats: ResolveStats = ResolveStats()
     request_stats: Mapping[int, ResolveStats] = field(default_factory=dict)
     """By seat: the share of `stats` that each scheduled seat caused."""
+    index_groups: tuple[TierRows, ...] = ()
+    """The rows of `stats` by index group, in the order of `ModelShape.index_groups`; () = no row was selected."""
 
 
 # ------------------------------------------------------------------------------------ pages of a request, for P/D
@@ -354,6 +367,21 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimeline:
+    """When an engine did what with a request. Seconds since its arrival; None = not yet, or never.
+
+    Attributes:
+        arrived_unix_s: on the wall clock. admitted_s: first admission. loaded_s: end of its import from prefill, whatever the
+            outcome; None = nothing was imported, or it is under way.
+    """
+
+    arrived_unix_s: float
+    admitted_s: float | None = None
+    loaded_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """One increment of one request: tokens and text since the last increment."""
 
@@ -365,6 +393,8 @@ class RequestOutput:
     an end of sequence nor a part of a stop string."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    retry: bool = False
+    """The error says nothing about the request: another engine may answer it."""
     stats: RequestStats | None = None
     """Set on the last increment."""
     kv_transfer_params: Mapping[str, Any] | None = None
@@ -372,3 +402,5 @@ class RequestOutput:
     retry_prefill: str | None = None
     """Decode role, no increment: why the prompt's KV did not come from prefill. Whoever asked prefill asks again and tells
     the engine by `resume`; the request waits, holding nothing, until then."""
+    timeline: RequestTimeline | None = None
+    """Set on the first increment that has a token, and on the last one."""

@@ -39,7 +39,7 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   fi
 fi
 install "Ray, transformers and tools" "$offline" "ray[serve]==2.60.0" "transformers>=5.18,<6" safetensors pyyaml rich typer numpy pydantic fastapi jinja2 \
-  coverage httpx openai hypothesis mypy playwright pytest pytest-timeout pytest-xdist ruff "schemathesis>=4.32,<5" types-PyYAML "setuptools>=77"
+  coverage httpx openai opentelemetry-sdk hypothesis mypy playwright pytest pytest-timeout pytest-xdist ruff "schemathesis>=4.32,<5" types-PyYAML "setuptools>=77"
 # Kernels are compiled, and Triton's run in its interpreter, without a GPU.
 install "CuPy, NVRTC and Triton" "$offline" "cupy-cuda13x>=14.2" nvidia-cuda-nvrtc "triton==3.6.*"
 # NIXL's meta package pulls both CUDA variants and torch; this is the part that is used. Last, so that pip has no

@@ -27,8 +27,9 @@ Each Ray node's agent exports these to Prometheus (`/stats` lists the URLs under
 exist at 0 before their first event, except `hisparse_http_requests`. A histogram's series add `_bucket`, `_sum` and `_count`.
 Ray adds labels of its own (`Component`, `NodeAddress`, `WorkerId`, ...).
 
-"rows" are selected rows summed over layers and query rows; a row is one token's latent KV in one layer. Counts of a step's
-tiers reach the statistics a step or two later on CUDA. Nothing here waits for the device, and nothing is done per token.
+"rows" are selected rows summed over layers and query rows; a row is one token's latent KV in one layer. `index_group` counts
+from 0 in the order of the model's layers; `/stats` lists the layers of each under `index_groups`. Counts of a step's tiers
+reach the statistics a step or two later on CUDA. Nothing here waits for the device, and nothing is done per token.
 
 Without Ray: `MemorySink` takes the same metrics, and its `text()` is what a Prometheus endpoint answers.
 
@@ -51,7 +52,8 @@ def page() -> str:
         for metric in metrics:
             paths = ", ".join(f"`{reading}`" for reading in metric.readings)
             values = [reading.label for reading in metric.readings if reading.label]
-            own = "".join(f", `{name}`" + (f" ({', '.join(values)})" if values else "") for name in metric.own)
+            own = "".join(f", `{name}`" + (f" ({', '.join(values)})" if values and name == metric.own[-1] else "")
+                          for name in metric.own)
             common = ", ".join(f"`{name}`" for name in metric.common)
             cells = (f"`{metric.exported}`", metric.kind.value, metric.unit, common + own, metric.help, paths)
             lines.append(f"| {' | '.join(cells)} |")
@@ -63,6 +65,7 @@ def page() -> str:
 FILTER = 'model=~"$model", engine=~"$engine"'
 RATE = "[$__rate_interval]"
 BY = "role, engine"
+MISSED, DECODED, COMPLETED = 'tier="miss"', 'tier!="prefill_host"', 'outcome="completed"'
 
 
 def name(short: str) -> str:
@@ -78,8 +81,8 @@ def rate(short: str, *by: str, where: str = FILTER) -> str:
     return f"sum by ({', '.join(by)}) (rate({name(short)}{{{where}}}{RATE}))"
 
 
-def per_engine(short: str, *by: str) -> str:
-    return rate(short, BY, *by)
+def per_engine(short: str, *by: str, where: str = FILTER) -> str:
+    return rate(short, BY, *by, where=where)
 
 
 def quantiles(short: str, where: str = FILTER) -> list[tuple[str, str]]:
@@ -119,6 +122,11 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Share of selected rows by tier", "percentunit", [
             (f"{per_engine('cache_hits', 'tier')} / on ({BY}) group_left () "
              f"({per_engine('cache_hits')} + {per_engine('cache_misses')})", f"{ENGINE_LEGEND} {{{{tier}}}}")]),
+        ("Missed share of selected rows by index group", "percentunit", [
+            (f"{per_engine('index_group_rows', 'index_group', where=f'{FILTER}, {MISSED}')} / on ({BY}, index_group) "
+             f"{per_engine('index_group_rows', 'index_group', where=f'{FILTER}, {DECODED}')}",
+             f"{ENGINE_LEGEND} {{{{index_group}}}}")]),
+        ("Selected rows by tier, all index groups", "short", [(rate("index_group_rows", "tier"), "{{tier}}")]),
         ("Missed rows, and rows that prefill read from host", "short", [
             (per_engine("cache_misses"), f"{ENGINE_LEGEND} decode"),
             (per_engine("prefill_host_rows"), f"{ENGINE_LEGEND} prefill")]),
@@ -126,6 +134,10 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             (per_engine("host_to_device_bytes"), f"{ENGINE_LEGEND} to device"),
             (per_engine("device_to_host_bytes"), f"{ENGINE_LEGEND} to host")]),
         ("Mirrored rows", "short", [(per_engine("mirrored_rows"), ENGINE_LEGEND)]),
+        ("Bytes to the host by cause", "Bps", [(per_engine("mirrored_bytes"), f"{ENGINE_LEGEND} mirrored rows"),
+                                               (per_engine("spilled_bytes"), f"{ENGINE_LEGEND} spilled pages")]),
+        ("Mean duration of a spill", "s", [
+            (f"{per_engine('spill_seconds')} / {per_engine('spills', where=f'{FILTER}, {COMPLETED}')}", ENGINE_LEGEND)]),
         ("Spills by outcome, those without bytes, and pages copied", "short", [
             (per_engine("spills", "outcome"), f"{ENGINE_LEGEND} {{{{outcome}}}}"),
             (per_engine("spills_without_bytes"), f"{ENGINE_LEGEND} without bytes"),

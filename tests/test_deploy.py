@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config
-from hisparse.serve.app import ENDING_S, GRACE_S, build_app
+from hisparse.serve.app import ENDING_S, build_app
 from hisparse.serve.keys import KeyRing
 
 ROOT = Path(__file__).parents[1]
@@ -22,26 +23,44 @@ GIB = 1 << 30
 UNITS = {"Gi": GIB, "Mi": 1 << 20}
 OBJECT_STORE = 8 * GIB
 
-POD = {"metadata": {}, "spec": {
-    "terminationGracePeriodSeconds": int, "volumes": list, "containers": [{
-        "name": str, "image": str, "ports": [{"name": str, "containerPort": int}], "env": list,
-        "resources": {"requests": dict, "limits": dict}, "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
-        "securityContext": {"capabilities": {"add": list}},
+ANY = object()
+POD = {"metadata": {"labels": {"*": str}, "annotations": {"*": str}}, "spec!": {
+    "terminationGracePeriodSeconds": int, "nodeSelector": {"*": str}, "tolerations": list, "affinity": dict,
+    "serviceAccountName": str, "priorityClassName": str, "initContainers": list,
+    "volumes": [{"name!": str, "secret": {"secretName": str}, "emptyDir": {"medium": str, "sizeLimit": str},
+                 "persistentVolumeClaim": {"claimName!": str, "readOnly": bool}, "hostPath": {"path!": str, "type": str}}],
+    "containers!": [{
+        "name!": str, "image": str, "imagePullPolicy": str, "command": [str], "args": [str],
+        "ports": [{"name": str, "containerPort!": int, "protocol": str}],
+        "env": [{"name!": str, "value": str, "valueFrom": dict}],
+        "resources": {"requests": {"*": ANY}, "limits": {"*": ANY}},
+        "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool, "subPath": str}],
+        "securityContext": {"capabilities": {"add": [str], "drop": [str]}, "privileged": bool, "runAsUser": int},
+        "lifecycle": dict, "livenessProbe": dict, "readinessProbe": dict,
     }],
 }}
+GROUP = {"rayStartParams!": {"*": str}, "template!": POD}
 RAY_SERVICE: dict[str, Any] = {
-    "apiVersion": str, "kind": str, "metadata": {"name": str}, "spec": {"serveConfigV2": str, "rayClusterConfig": {
-        "rayVersion": str, "headGroupSpec": {"rayStartParams": {"*": str}, "template": POD}, "workerGroupSpecs": [{
-            "groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int, "rayStartParams": {"*": str},
-            "template": POD,
-        }],
-    }},
+    "apiVersion!": str, "kind!": str, "metadata!": {"name!": str, "namespace": str, "labels": {"*": str}},
+    "spec!": {
+        "serveConfigV2": str, "serveService": dict, "serviceUnhealthySecondThreshold": int,
+        "deploymentUnhealthySecondThreshold": int, "rayClusterConfig": {
+            "rayVersion": str, "enableInTreeAutoscaling": bool, "autoscalerOptions": dict,
+            "headServiceAnnotations": {"*": str}, "suspend": bool,
+            "headGroupSpec!": {"serviceType": str, "headService": dict, "enableIngress": bool, **GROUP},
+            "workerGroupSpecs": [{"groupName!": str, "replicas": int, "minReplicas!": int, "maxReplicas!": int,
+                                  "numOfHosts": int, "scaleStrategy": dict, **GROUP}],
+        },
+    },
 }
-"""The part of ray.io/v1 RayService (and of a pod) that we use: keys and types. The API server drops or refuses others."""
+"""Fields of ray.io/v1 RayService as KubeRay's Go types declare them (rayservice_types.go, raycluster_types.go), and of a pod
+those that one may want; `!` = required. An API server refuses a field of another type, and drops one that it does not know."""
 
 
 def check_shape(value: Any, shape: Any, path: str = "") -> None:
-    if isinstance(shape, type):
+    if shape is ANY:
+        assert isinstance(value, (str, int)), path
+    elif isinstance(shape, type):
         assert type(value) is shape, f"{path}: {value!r} is not a {shape.__name__}"
     elif isinstance(shape, list):
         assert isinstance(value, list) and value, path
@@ -49,9 +68,12 @@ def check_shape(value: Any, shape: Any, path: str = "") -> None:
             check_shape(item, shape[0], f"{path}[{i}]")
     else:
         assert isinstance(value, dict), path
+        fields = {key.removesuffix("!"): inner for key, inner in shape.items()}
+        missing = {key.removesuffix("!") for key in shape if key.endswith("!")} - set(value)
+        assert not missing, f"{path} lacks {sorted(missing)}"
         for key, item in value.items():
-            assert key in shape or "*" in shape, f"{path}.{key} is not a field"
-            check_shape(item, shape.get(key, shape.get("*")), f"{path}.{key}")
+            assert key in fields or "*" in fields, f"{path}.{key} is not a field"
+            check_shape(item, fields.get(key, fields.get("*")), f"{path}.{key}")
 
 
 def manifest() -> dict[str, Any]:
@@ -84,8 +106,14 @@ def test_the_manifest_has_the_shape_of_a_ray_service() -> None:
     document = manifest()
     check_shape(document, RAY_SERVICE)
     assert (document["apiVersion"], document["kind"]) == ("ray.io/v1", "RayService")
-    with pytest.raises(AssertionError, match=r"workerGroupSpec is not a field"):
-        check_shape({"spec": {"rayClusterConfig": {"workerGroupSpec": []}}}, RAY_SERVICE)
+    broken = manifest()
+    broken["spec"]["rayClusterConfig"]["workerGroupSpec"] = []
+    with pytest.raises(AssertionError, match=r"rayClusterConfig.workerGroupSpec is not a field"):
+        check_shape(broken, RAY_SERVICE)
+    broken = manifest()
+    del broken["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplicas"]
+    with pytest.raises(AssertionError, match=r"workerGroupSpecs\[0\] lacks \['minReplicas'\]"):
+        check_shape(broken, RAY_SERVICE)
     with pytest.raises(AssertionError, match=r"num-cpus: 0 is not a str"):
         check_shape({"num-cpus": 0}, {"*": str})
 
@@ -116,7 +144,8 @@ def test_pods_are_large_enough(worker: dict[str, Any]) -> None:
     assert shm["medium"] == "Memory" and size(shm["sizeLimit"]) >= pools + OBJECT_STORE
     assert int(worker["rayStartParams"]["object-store-memory"]) == OBJECT_STORE
     assert size(limits["memory"]) >= size(shm["sizeLimit"]) + len(engines) * 4 * GIB
-    assert pod["terminationGracePeriodSeconds"] >= GRACE_S + ENDING_S + pools / (4 * GIB)
+    stop_s = max(MemoryPlan.of(engine).stop_s for engine in engines)  # they stop side by side
+    assert pod["terminationGracePeriodSeconds"] >= stop_s + ENDING_S
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
 
@@ -147,6 +176,61 @@ def test_the_keys_file_of_the_instructions_works(tmp_path: Path) -> None:
     keys.write_text("team-a 3f9c\n")
     config = load_config({"model": {"path": "recall"}, "serve": {"api_keys_file": str(keys)}}, environ={})
     assert KeyRing(config.serve).tenant("3f9c") == "team-a"
+
+
+KINDS: dict[str, Any] = {
+    "kuberay/rayservice.yaml": RAY_SERVICE,
+    "kuberay/podmonitor.yaml": {
+        "apiVersion!": str, "kind!": str, "metadata!": {"name!": str, "labels": {"*": str}}, "spec!": {
+            "selector!": {"matchLabels!": {"*": str}}, "namespaceSelector": dict,
+            "podMetricsEndpoints!": [{"port!": str, "interval": str, "path": str, "relabelings": list}]}},
+    "prometheus/scrape.yaml": {
+        "global": {"scrape_interval": str}, "rule_files": [str], "scrape_configs!": [{
+            "job_name!": str, "scrape_interval": str, "metrics_path": str, "static_configs": [{"targets!": [str]}],
+            "file_sd_configs": [{"files!": [str], "refresh_interval": str}]}]},
+    "prometheus/rules.yaml": {"groups!": [{"name!": str, "rules!": [{
+        "alert!": str, "expr!": str, "for": str, "labels!": {"severity!": str},
+        "annotations!": {"summary!": str, "runbook!": str}}]}]},
+    "prometheus/rules_test.yaml": {"rule_files!": [str], "evaluation_interval!": str, "tests!": [{
+        "name": str, "interval!": str, "input_series!": [{"series!": str, "values!": str}],
+        "alert_rule_test": [{"eval_time!": str, "alertname!": str, "exp_alerts": list}],
+        "promql_expr_test": [{"expr!": str, "eval_time!": str, "exp_samples": list}]}]},
+}
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_every_yaml_is_of_a_kind_that_is_checked(path: Path) -> None:
+    """Serve files by Ray's own schema and our models; everything else by the fields of its kind. A new file needs an entry."""
+    name, document = str(path.relative_to(DEPLOY)), yaml.safe_load(path.read_text())
+    if "applications" in document:
+        config = config_of(ServeDeploySchema.model_validate(document))
+        for role in ("prefill", "decode"):
+            assert MemoryPlan.of(config.for_role(role)).stop_s > 0  # type: ignore[arg-type]
+        return
+    assert name in KINDS, f"{name} is not checked by anything"
+    check_shape(document, KINDS[name])
+
+
+def test_the_image_is_built_from_what_is_here() -> None:
+    """The steps of the Dockerfile fit together and the repository: paths, extras, versions, the user, the PATH."""
+    docker = (DEPLOY / "Dockerfile").read_text()
+    bootstrap, project = ((ROOT / name).read_text() for name in ("scripts/bootstrap.sh", "pyproject.toml"))
+    extras = tomllib.loads(project)["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r'"\.\[([\w,]+)\]"', docker)
+    assert set(wanted.split(",")) <= set(extras) and {"cuda", "otel"} <= set(wanted.split(","))
+    for name in ("nixl", r"ray\[[\w,]+\]"):
+        (here,), (there,) = (re.findall(rf"{name}==([\d.]+)", text) for text in (docker, bootstrap))
+        assert here == there, name
+    (python,) = re.findall(r"python3 -m venv (\S+)", docker)
+    pips = [line.strip().removeprefix("&& ") for line in docker.splitlines() if "pip install" in line]
+    assert f"ENV PATH={python}/bin:$PATH" in docker and all(pip.startswith(f"{python}/bin/pip") for pip in pips)
+    (created,) = re.findall(r"useradd .*?(\w+)$", docker, re.M)
+    assert re.findall(r"^USER (\w+)$", docker, re.M) == [created] and f"WORKDIR /home/{created}" in docker
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", docker, re.M) for name in line.split()}
+    packaged = tomllib.loads(project)
+    assert {"pyproject.toml", packaged["project"]["readme"], "LICENSE", "hisparse", "kernels"} <= copied, "what a build reads"
+    (cuda,) = re.findall(r"nvidia/cuda:(\d+)\.", docker)
+    assert f"cu{cuda}0" in docker and any(item.startswith(f"cupy-cuda{cuda}x") for item in extras["cuda"])
 
 
 def test_image_and_manifest_have_the_ray_version_that_is_tested() -> None:

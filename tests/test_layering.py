@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "hisparse"
 LAYERS = [
     "cli", "doctor", "serve", "actors", "pd", "engine", "connector", "embedding", "worker", "capacity", "cache", "trace", "ops",
-    "metrics", "config", "layout", "types", "errors",
+    "telemetry", "metrics", "config", "layout", "types", "errors",
 ]
 RANK = {name: len(LAYERS) - i for i, name in enumerate(LAYERS)}
 LEAF = {"checkpoints", "testing", "demo", "bench"}
@@ -23,8 +23,9 @@ DOORS = {
     "transformers": ("engine/models/", "testing/", "demo/", "bench/"),
     "fastapi": ("serve/",),
     "typer": ("cli/", "demo/"),
+    "opentelemetry": ("telemetry/otel.py",),
 }
-NO_TORCH = ("cache/", "metrics/", "connector/base.py", "types.py", "config/", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "telemetry/", "connector/base.py", "types.py", "config/", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

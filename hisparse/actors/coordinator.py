@@ -25,6 +25,8 @@ SAMPLE_TIMEOUT_S = 2.0
 """A step that runs for longer is waited for by nobody who only looks."""
 MAX_TENANTS = 4096
 """Requests whose tenant is remembered, the latest."""
+GIB = 1 << 30
+DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,11 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         logprobs=first.logprobs + second.logprobs,
         finish_reason=second.finish_reason,
         error=second.error,
+        retry=second.retry,
         stats=second.stats,
         kv_transfer_params=second.kv_transfer_params,
         retry_prefill=second.retry_prefill,
+        timeline=second.timeline or first.timeline,
     )
 
 
@@ -92,7 +96,8 @@ class _Streams:
 
     def _fail(self, reason: str) -> None:
         for request_id, queue in self._queues.items():
-            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason))
+            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason,
+                                           retry=True))
 
 
 class CoordinatorActor:
@@ -110,6 +115,7 @@ class CoordinatorActor:
         self._streams = _Streams()
         self._loop: EngineLoop | None = None
         self._about: Mapping[str, Any] = {}
+        self._pinned: dict[int, tuple[int, int]] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._tenants: OrderedDict[str, str] = OrderedDict()
 
@@ -149,6 +155,16 @@ class CoordinatorActor:
             except Exception:
                 logger.exception("metrics of this turn are lost")
             await asyncio.sleep(interval_s)
+
+    async def pinned(self, rank: int, done_bytes: int, total_bytes: int) -> None:
+        """How far a rank has come with its pool, which is most of a start."""
+        self._pinned[rank] = done_bytes, total_bytes
+
+    def _starting(self) -> dict[str, Any]:
+        """Health before the start."""
+        done, total = (sum(column) / GIB for column in zip(*self._pinned.values())) if self._pinned else (0.0, 0.0)
+        reason = f"pinning {done:.1f}/{total:.1f} GiB of host memory" if done < total else "loading"
+        return {"ok": False, "starting": True, "reason": reason}
 
     @property
     def _engine(self) -> EngineLoop:
@@ -224,6 +240,8 @@ class CoordinatorActor:
 
     async def stats(self, check: bool = False) -> dict[str, Any]:
         """Gauges, counters and health; with `check`, also the outcome of the conservation laws ("ok" or what broke)."""
+        if self._loop is None:
+            return {"pid": os.getpid(), "health": self._starting()}
         health = self._engine.health()
         report: dict[str, Any] = {**self._about, "pid": os.getpid(), "health": asdict(health)}
         if self._engine.dead is None:
@@ -253,8 +271,32 @@ class CoordinatorActor:
         await self._call(lambda core: core.check())
 
     async def health(self) -> dict[str, Any]:
-        """From the loop's turn counter; never waits for a step."""
-        return asdict(self._engine.health())
+        """From the loop's turn counter; never waits for a step. Before the start: `starting`, and what it is at."""
+        return self._starting() if self._loop is None else asdict(self._engine.health())
+
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
+        """Stops admission, ends what has not begun, and waits until streams, imports, write-backs and leases have ended.
+
+        Args:
+            timeout_s: after that it returns although something is open; `shutdown` ends it.
+        Returns: `drained` (nothing is open), `cancelled` (requests that had not begun), `seconds`, and `open` by kind.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            cancelled = await self._call(lambda core: core.drain())
+            while True:
+                open_now = await self._call(_open_work)
+                seconds = loop.time() - began_s
+                if not open_now or seconds >= timeout_s:
+                    break
+                await asyncio.sleep(DRAIN_POLL_S)
+        except EngineDeadError as error:
+            logger.info("nothing to drain: %s", error)
+            return {"drained": True, "cancelled": 0, "seconds": 0.0, "open": {}}
+        report = {"drained": not open_now, "cancelled": cancelled, "seconds": round(seconds, 3), "open": open_now}
+        logger.info("drained" if not open_now else "the drain is cut short", extra={"fields": report})
+        return report
 
     async def shutdown(self, timeout_s: float = 10.0) -> bool:
         """Aborts what is open and ends the loop; True when it ended in time."""
@@ -271,6 +313,13 @@ def _named(report: Mapping[str, Any]) -> set[str]:
     """Ids of the requests that a report lists."""
     return {*(item["id"] for item in report["requests"]), *(item[0] for item in report["pending"]),
             *(item["request_id"] for name in ("landings", "ended") for item in report[name])}
+def _open_work(core: Core) -> dict[str, int]:
+    """What a drain waits for, by kind; {} = nothing."""
+    if not core.has_work():
+        return {}
+    stats = core.stats().asdict()
+    counts = {kind: int(stats.get(kind, 0)) for kind in ("running", "waiting", "loading", "held")}
+    return {kind: count for kind, count in counts.items() if count} or {"copies or notices": 1}
 
 
 def _check(core: Core) -> str:

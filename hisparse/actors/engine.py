@@ -20,7 +20,8 @@ from hisparse.actors.handles import Actor, gather, start_actor
 from hisparse.actors.keeper import KeeperActor, Segment, remove
 from hisparse.actors.placement import ACTOR_CPUS, RANK_CPUS, Placement, rank_gpus
 from hisparse.actors.rank_worker import RankInfo, RankSetup, RankWorkerActor
-from hisparse.config import HiSparseConfig, hot_rows, kv_layout, model_path, served_name
+from hisparse.actors.stop_budget import StopBudget
+from hisparse.config import GIB, HiSparseConfig, hot_rows, kv_layout, model_path, served_name
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import ConfigError, EngineDeadError
 from hisparse.types import RequestOutput
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class EngineActors:
         with tempfile.TemporaryDirectory(prefix="hisparse-rendezvous-") as scratch:
             setups = [
                 RankSetup(engine_id=name, incarnation=self.identity.incarnation, rank=rank, segment=self.segment,
-                          rendezvous=f"file://{Path(scratch) / 'store'}")
+                          front=coordinator, rendezvous=f"file://{Path(scratch) / 'store'}")
                 for rank in range(len(self.ranks))
             ]
             infos = gather([actor.start("setup", setup) for actor, setup in zip(self.ranks, setups)], limit_s)
@@ -146,6 +146,9 @@ class EngineActors:
             logger.warning("engine %s uses private memory for its host pool, because %s", self.identity.engine_id, error)
             keeper.kill()
             self.keeper = None
+
+    def _private_bytes(self) -> int:
+        return int(self.config.cache.host_pool_gib * GIB) if self.config.cache.enabled else 0
 
     @property
     def front(self) -> Actor:
@@ -189,19 +192,42 @@ class EngineActors:
         report: dict[str, Any] = await self.front.acall("stats", check, timeout_s=CALL_TIMEOUT_S)
         return report
 
+    async def probe(self) -> dict[str, Any]:
+        """`health`, also of an engine whose coordinator does not answer."""
+        try:
+            return await self.health()
+        except (EngineDeadError, TimeoutError) as error:
+            return {"ok": False, "reason": str(error)}
+
     async def health(self) -> dict[str, Any]:
         """See `CoordinatorActor.health`."""
         report: dict[str, Any] = await self.front.acall("health", timeout_s=CALL_TIMEOUT_S)
         return report
 
+    def drain(self, timeout_s: float) -> dict[str, Any]:
+        """See `CoordinatorActor.drain`. Blocks; an engine that is dead or gone has nothing to drain."""
+        if self.coordinator is None:
+            return {}
+        try:
+            report: dict[str, Any] = self.coordinator.call("drain", timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S)
+            return report
+        except (EngineDeadError, TimeoutError) as error:
+            logger.warning("drain of engine %s: %s", self.identity.engine_id, error)
+            return {}
+
     def stop(self) -> None:
-        """Ends the loop, then the ranks, then unlinks the pool; who does not answer in time is killed. Idempotent."""
+        """Ends the loop, which aborts what is open; then the ranks, which run their copies, deregister and unpin the pool; then
+        the keeper unlinks it. Who does not answer within its part of `StopBudget` is killed. Idempotent; `drain` comes before.
+        """
         coordinator, ranks, keeper = self.coordinator, self.ranks, self.keeper
         self.coordinator, self.ranks, self.keeper = None, [], None
-        for actors, method in (([coordinator], "shutdown"), (ranks, "shutdown"), ([keeper], "stop")):
+        budget = StopBudget.of(self.config, self.segment.nbytes if self.segment is not None else self._private_bytes())
+        stages = (([coordinator], "shutdown", budget.loop_s), (ranks, "shutdown", budget.ranks_s),
+                  ([keeper], "stop", budget.keeper_s))
+        for actors, method, limit_s in stages:
             alive = [actor for actor in actors if actor is not None]
             try:
-                gather([actor.start(method) for actor in alive], STOP_TIMEOUT_S)
+                gather([actor.start(method) for actor in alive], limit_s)
             except Exception as error:
                 logger.warning("stop of engine %s: %s", self.identity.engine_id, error)
             for actor in alive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hisparse.actors.stop_budget import StopBudget
 from hisparse.cache.admission import check_device_pool, request_blocks
 from hisparse.cache.loads import TAIL_PAGES
 from hisparse.config import HiSparseConfig, check_ranks, host_blocks, hot_rows, hot_rows_max, kv_layout
@@ -22,6 +23,7 @@ class MemoryPlan:
         hot_rows, hot_rows_max: of one request's region at its start and at most, per hot group; () when HiSparse is off.
         hot_bytes: hot region of one request at its start, all hot groups.
         requests_device_only: whose every page fits the device pool. requests_hisparse: with host-backed pages.
+        stop_s: how long the orderly end of a replica may take; see StopBudget.
         packing: which layers share a block, and the bytes of it that hold nothing.
     """
 
@@ -40,6 +42,7 @@ class MemoryPlan:
     requests_device_only: int
     requests_hisparse: int
     seats: int
+    stop_s: float
     waste_fraction: float
     packing: WasteReport
 
@@ -68,7 +71,8 @@ class MemoryPlan:
             host_blocks=num_host, host_bytes=num_host * layout.host_block_bytes, hot_rows=rows,
             hot_rows_max=rows_max, hot_bytes=layout.device_bytes(hot), max_model_len=length,
             requests_device_only=usable // layout.device_blocks_resident(length), requests_hisparse=host_backed,
-            seats=config.scheduler.max_num_seqs, waste_fraction=layout.waste_fraction,
+            seats=config.scheduler.max_num_seqs,
+            stop_s=StopBudget.of(config, num_host * layout.host_block_bytes).total_s, waste_fraction=layout.waste_fraction,
             packing=layout.waste_report(),
         )
 
@@ -88,7 +92,8 @@ class MemoryPlan:
             ("bytes of an indexer block that hold nothing", f"{self.packing.groups[0].fraction:.1%}"),
             (f"requests of {self.max_model_len:,} tokens, all resident", f"{self.requests_device_only:,}"),
             (f"requests of {self.max_model_len:,} tokens, host-backed", f"{self.requests_hisparse:,}"),
-            ("seats (max_num_seqs)", f"{self.seats:,}"),
+            ("seats (scheduler.max_num_seqs)", f"{self.seats:,}"),
+            ("time to stop a replica, at most", f"{self.stop_s:,.0f} s"),
         ]
 
     def packing_text(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hisparse.actors import logs
+from hisparse.actors.handles import Actor
 from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.errors import ConfigError, InvariantError
@@ -33,6 +34,7 @@ class RankSetup:
     Attributes:
         segment: of the shared host pool; None = a private pool, or none when HiSparse is off.
         rendezvous: where the ranks meet (a URL of torch.distributed), the same for all.
+        front: the coordinator, which is told how far the pinning has come; None = nobody is.
     """
 
     engine_id: str
@@ -40,6 +42,7 @@ class RankSetup:
     rank: int
     segment: Segment | None
     rendezvous: str
+    front: Actor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,11 @@ class RankInfo:
     endpoint: RankEndpoint | None
     host_pool: str = ""
     host_pool_bytes: int = 0
+
+
+def _tell(setup: RankSetup, done_bytes: int, total_bytes: int) -> None:
+    if setup.front is not None:
+        setup.front.start("pinned", setup.rank, done_bytes, total_bytes)
 
 
 class RankWorkerActor:
@@ -93,6 +101,7 @@ class RankWorkerActor:
         self._engine = RankEngine(
             config, rank=setup.rank, num_ranks=size, incarnation=setup.incarnation, host_pool=pool,
             extra_connectors=() if config.pd.role == "colocated" else (make_pd,), process_group=self._group,
+            on_pinned=functools.partial(_tell, setup),
         )
         return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None),
                         host_pool="" if pool is None else str(pool.path or f"private memory of {os.getpid()}"),

@@ -33,6 +33,7 @@ class Counters:
     spills_without_bytes: int = 0
     spills_completed: int = 0
     spills_failed: int = 0
+    spill_seconds: float = 0.0
     pages_unpinned: int = 0
     pages_reused: int = 0
     pages_adopted: int = 0

@@ -243,6 +243,7 @@ class Spills:
                 core.counters.spills_failed += 1
             else:
                 core.counters.spills_completed += 1
+                core.counters.spill_seconds += self._now_s() - transfer.started_s
             if inc.released:
                 self.publication.spill_done(inc, page, durable=not transfer.failed)
             elif transfer.failed:

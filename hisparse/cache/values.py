@@ -93,6 +93,8 @@ class CacheStats:
     spills_without_bytes: int = 0
     spills_completed: int = 0
     spills_failed: int = 0
+    spill_seconds: float = 0.0
+    """Of completed spills, from a worker's last "enqueued" to the last "completed"."""
     pages_unpinned: int = 0
     pages_reused: int = 0
     """Loose pages whose blocks were handed out again."""

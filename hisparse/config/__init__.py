@@ -15,6 +15,7 @@ from hisparse.config.derived import (
 from hisparse.config.document import Document
 from hisparse.config.loading import load_config
 from hisparse.config.sections import (
+    AutoscalingConfig,
     CacheConfig,
     EngineConfig,
     HiSparseConfig,
@@ -22,11 +23,12 @@ from hisparse.config.sections import (
     PDConfig,
     SchedulerConfig,
     ServeConfig,
+    TelemetryConfig,
     TraceConfig,
 )
 
 __all__ = [
-    "FP8_KEYS_BLOCK", "GIB", "CacheConfig", "Document", "EngineConfig", "HiSparseConfig", "ModelConfig", "PDConfig",
-    "SchedulerConfig", "ServeConfig", "TraceConfig", "check_ranks", "host_blocks", "hot_rows", "hot_rows_max", "kv_layout",
-    "load_config", "model_path", "model_shape", "served_name",
+    "FP8_KEYS_BLOCK", "GIB", "AutoscalingConfig", "CacheConfig", "Document", "EngineConfig", "HiSparseConfig", "ModelConfig",
+    "PDConfig", "SchedulerConfig", "ServeConfig", "TelemetryConfig", "TraceConfig", "check_ranks", "host_blocks", "hot_rows",
+    "hot_rows_max", "kv_layout", "load_config", "model_path", "model_shape", "served_name",
 ]

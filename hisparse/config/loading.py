@@ -16,6 +16,7 @@ from hisparse.config.document import Document
 from hisparse.config.effects import without_effect
 from hisparse.config.mistakes import Lines, explain
 from hisparse.config.options import PREFIX, options
+from hisparse.config.otel import with_otel
 from hisparse.config.sections import HiSparseConfig
 from hisparse.config.spellings import translate
 from hisparse.errors import ConfigError
@@ -40,7 +41,7 @@ def load_config(source: str | Path | dict[str, Any] | Document, overrides: dict[
                           "\nmodel:\n  path: recall")
     environ = dict(os.environ) if environ is None else environ
     data = merge(translate(source.data, warn_once), translate(_from_environ(environ), warn_once))
-    data = merge(data, translate(overrides or {}, warn_once))
+    data = merge(with_otel(data, environ), translate(overrides or {}, warn_once))
     config = resolved(data, name=source.name, lines=source.lines)
     if config.prefill:
         resolved(merge(config.model_dump(), config.prefill) | {"prefill": {}}, name=source.name, lines=source.lines,

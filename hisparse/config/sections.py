@@ -141,6 +141,29 @@ class TraceConfig(_Section):
     steps: int = Field(512, ge=1, description="Of each of them; 4 bytes a step, index group and selected position are kept.")
 
 
+class TelemetryConfig(_Section):
+    """OpenTelemetry spans of requests. Off by default; the standard OTEL_* variables fill in what is not set here."""
+
+    exporter: Literal["none", "otlp", "file"] = Field(
+        "none", description="Where spans go: otlp = a collector; file = JSON lines in `directory`; none = there are none.")
+    endpoint: str | None = Field(None, description="Of the collector, e.g. http://collector:4318 (http/protobuf) or "
+                                 "http://collector:4317 (grpc); default the exporter's.")
+    protocol: Literal["http/protobuf", "grpc"] = "http/protobuf"
+    directory: str | None = Field(None, description="Of exporter file; must be there on every node. One file a process.")
+    sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that have spans, where the caller's "
+                                "traceparent does not decide it.")
+    service_name: str = "hisparse"
+
+    @model_validator(mode="after")
+    def _check_target(self) -> TelemetryConfig:
+        if (self.exporter == "file") != (self.directory is not None):
+            raise ValueError(f"directory belongs to exporter = file: exporter is {self.exporter}, directory {self.directory}; "
+                             "set both or neither")
+        if self.endpoint is not None and self.exporter != "otlp":
+            raise ValueError(f"endpoint has no effect with exporter = {self.exporter}; set exporter to otlp, or remove it")
+        return self
+
+
 class PDConfig(_Section):
     """Prefill/decode disaggregation. Durations in seconds."""
 
@@ -153,11 +176,29 @@ class PDConfig(_Section):
                                                       "staging slots; direct = READs end in the pool (faster between CPUs).")
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="When an import fails: compute the prompt on decode, or end the request with 503.")
-    max_retries: int = Field(3, ge=0, description="Times that prefill is asked again before the first token, because it did not answer "
-                             "or an import failed.")
+    max_retries: int = Field(3, ge=0, description="Times that prefill is asked again before the first token, because it did "
+                             "not answer or an import failed.")
     local_prefill_tokens: int = Field(16384, ge=0, description="Prompt tokens a decode engine may recompute at once "
                                       "(policy recompute) when prefill or an import failed; more are refused with 503.")
     transport: Literal["nixl", "loopback"] = Field("nixl", description="loopback: between engines of one process, for tests.")
+
+
+class AutoscalingConfig(_Section):
+    """How many replicas a role has, by the requests that are open on them."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    target_requests: float | None = Field(None, gt=0, description="Open requests per replica to aim at; default 0.7 of the "
+                                          "role's scheduler.max_num_seqs.")
+    upscale_delay_s: float = Field(10.0, ge=0, description="How long more must be needed before replicas are added.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="How long fewer must be enough; a start loads weights and pins "
+                                     "the pool, and the prefix cache of a replica goes with it.")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> AutoscalingConfig:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
+        return self
 
 
 class ServeConfig(_Section):
@@ -167,8 +208,12 @@ class ServeConfig(_Section):
     port: int = Field(8000, ge=0, le=65535, description="Of HTTP; 0: any that is free (with hisparse serve).")
     prefill_replicas: int = Field(1, ge=0, description="0: one colocated engine does both.")
     decode_replicas: int = Field(1, ge=1, description="Engines that answer; each with its own pools.")
+    prefill_autoscaling: AutoscalingConfig | None = Field(None, description="Instead of a fixed number; prefill_replicas is "
+                                                          "then what it starts with, within the limits.")
+    decode_autoscaling: AutoscalingConfig | None = Field(None, description="The same for decode_replicas.")
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of every request.")
     start_timeout_s: float = Field(180.0, gt=0, description="A replica that is not ready by then fails its start.")
+    drain_timeout_s: float = Field(30.0, ge=0, description="Open streams get so long to end when a replica stops.")
     step_timeout_s: float = Field(60.0, gt=0, description="An engine step without every rank's answer ends the engine.")
     metrics_interval_s: float = Field(1.0, ge=0, le=60, description="How often engines report metrics to Ray; 0: no metrics.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Of what replicas, engines, ranks log.")
@@ -183,6 +228,19 @@ class ServeConfig(_Section):
     allow_no_keys: bool = Field(False, description="Serve other machines without keys, e.g. behind a gateway that checks them.")
     share_prefixes: bool = Field(False, description="Let tenants share cached prefixes. False: each API key (or tenant) sees "
                                  "only its own, whatever cache_salt it sends.")
+
+    @model_validator(mode="after")
+    def _check_autoscaling(self) -> ServeConfig:
+        if self.prefill_autoscaling is not None and not self.prefill_replicas:
+            raise ValueError("prefill_autoscaling has no effect without prefill replicas; set prefill_replicas to at least 1, "
+                             "or remove it")
+        return self
+
+    @property
+    def least_engines(self) -> int:
+        """Engines that a complete service has at least."""
+        counts = ((self.prefill_replicas, self.prefill_autoscaling), (self.decode_replicas, self.decode_autoscaling))
+        return sum(count if scaling is None else scaling.min_replicas for count, scaling in counts)
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServeConfig:
@@ -207,6 +265,7 @@ class HiSparseConfig(_Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     trace: TraceConfig = TraceConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=8, description="Ranks of each engine; attention heads are split over them.")
     pd: PDConfig = PDConfig()
     serve: ServeConfig = ServeConfig()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys, prompt_digest
 from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
@@ -34,6 +36,7 @@ from hisparse.types import (
     ScheduledChunk,
     StepCommand,
     StepResult,
+    TierRows,
 )
 
 if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process needs none
@@ -91,6 +94,10 @@ class EngineStats:
     cache: dict[str, Any]
     pd: dict[str, Any] | None = None
     """PDStats; None when colocated."""
+    draining: bool = False
+    """It takes no new request, because it is about to stop."""
+    index_groups: tuple[dict[str, Any], ...] = ()
+    """The rows of `resolve` by index group: its layers, and the fields of TierRows."""
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,11 +158,13 @@ class EngineCore:
         self._outputs: list[RequestOutput] = []
         self._leases: dict[str, Request] = {}
         self._totals = ResolveStats()
+        self._by_group = np.zeros((len(self.layout.shape.index_groups), len(TierRows._fields)), dtype=np.int64)
         self._finished = self._generated = self._import_failures = 0
         self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
         self._ended = EndedLog()
         self._groups = group_facts(self.layout, hot_rows(config.cache, self.layout)) if config.cache.enabled else ()
         self._dead: str | None = None
+        self._draining = False
         self.idle = True
 
     # ------------------------------------------------------------------------------------------- requests
@@ -190,7 +199,8 @@ class EngineCore:
             raise
         request = Request(
             request_id=request_id, name=request_id, token_ids=list(prompt_token_ids), num_prompt_tokens=len(prompt_token_ids),
-            sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(), priority=priority, cache_salt=cache_salt,
+            sampling=sampling, arrival=next(self._arrivals), arrived_s=self._clock(),
+            arrived_unix_s=time.time(), priority=priority, cache_salt=cache_salt,
             do_remote_decode=do_remote_decode,
             remote=kv_transfer_params is not None or prefill_failed is not None, retries_left=prefill_retries,
         )
@@ -240,6 +250,8 @@ class EngineCore:
         return None
 
     def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        if self._draining:
+            raise RequestError(f"engine {self.engine_id} is being stopped and takes no new requests; retry", status=503)
         limit, vocab = self.config.model.max_model_len, self.layout.shape.vocab_size
         if request_id in self.requests or request_id in self._renamed:
             raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
@@ -268,6 +280,19 @@ class EngineCore:
             self.pd.release_request(request_id)
         else:
             self._close(request, FinishReason.ABORT)
+
+    def drain(self) -> int:
+        """No new request from now on. Those that have not begun (they wait, or their prompt is being imported) end with an
+        error that says to retry; prefill is told. Those that run go on, and so do leases. Idempotent.
+
+        Returns how many it ended. Keep calling `step()` while `has_work()`.
+        """
+        self._draining = True
+        waiting = [request for request in self.requests.values() if not request.num_output_tokens
+                   and request.state in (RequestState.WAITING, RequestState.LOADING)]
+        for request in waiting:
+            self._close(request, FinishReason.ERROR, error=f"engine {self.engine_id} is being stopped; retry", retry=True)
+        return len(waiting)
 
     # ------------------------------------------------------------------------------------------- the step
     def step(self) -> list[RequestOutput]:
@@ -353,6 +378,8 @@ class EngineCore:
         if output is None:
             return
         self._totals = self._totals + output.stats
+        if output.index_groups:
+            self._by_group += np.array(output.index_groups)
         for seat, stats in output.request_stats.items():
             request = self.requests.get(seats.get(seat, ""))
             if request is not None:
@@ -361,6 +388,9 @@ class EngineCore:
     def _accept(self, request: Request, token: SampledToken) -> None:
         request.token_ids.append(token.token_id)
         request.new_tokens.append(token)
+        is_first = request.first_token_s is None
+        if is_first:
+            request.first_token_s = self._clock() - request.arrived_s
         self._generated += 1
         if request.recomputes:
             self.load_failures.end(request.name)
@@ -386,7 +416,7 @@ class EngineCore:
         if reason is not None:
             self._close(request, reason, text=text)
         else:
-            self._emit(request, text)
+            self._emit(request, text, with_timeline=is_first)
 
     # ------------------------------------------------------------------------------------------- loads and leases
     def _apply(self, events: LoadEvents) -> None:
@@ -477,12 +507,13 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------- outputs
     def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
-              params: Mapping[str, Any] | None = None) -> None:
+              params: Mapping[str, Any] | None = None, with_timeline: bool = False, retry: bool = False) -> None:
         new, request.new_tokens = request.new_tokens, []
         self._outputs.append(RequestOutput(
             request_id=request.name, new_token_ids=tuple(token.token_id for token in new), new_text=text,
             logprobs=self._scored(request, new), finish_reason=finish,
             error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
+            retry=retry, timeline=request.timeline() if with_timeline or finish is not None else None,
         ))
 
     def _scored(self, request: Request, new: Sequence[SampledToken]) -> tuple[SampledToken, ...]:
@@ -495,13 +526,14 @@ class EngineCore:
         scored, request.unscored = request.unscored[:count], request.unscored[count:]
         return tuple(scored)
 
-    def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None) -> None:
+    def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None,
+               retry: bool = False) -> None:
         self.connectors.request_closed(request.request_id)
         if request.remote and self.pd is not None:
             self.pd.release_unused(request.request_id, reason.value)
         request.spilled_pages = self.cache.spilled_pages(request.request_id)
         self.scheduler.finish(request, reason, error)
-        self._emit(request, text, finish=reason)
+        self._emit(request, text, finish=reason, retry=retry)
         self._forget(request, reason.value)
 
     def _forget(self, request: Request, reason: str) -> None:
@@ -518,7 +550,7 @@ class EngineCore:
             if request.state is RequestState.HELD:  # it had its last output; decode finds out by itself
                 continue
             request.error = f"the engine failed: {why}"
-            self._emit(request, "", finish=FinishReason.ERROR)
+            self._emit(request, "", finish=FinishReason.ERROR, retry=True)
         self.requests.clear()
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -545,7 +577,9 @@ class EngineCore:
             import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
             resolve=self._totals, cache=asdict(self.cache.stats()),
-            pd=None if self.pd is None else asdict(self.pd.stats()),
+            pd=None if self.pd is None else asdict(self.pd.stats()), draining=self._draining,
+            index_groups=tuple({"layers": list(group.layers), **TierRows(*counts)._asdict()} for group, counts in
+                               zip(self.layout.shape.index_groups, self._by_group.tolist())),
         )
 
     def residency(self) -> ResidencySample:

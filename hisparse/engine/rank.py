@@ -50,6 +50,7 @@ class RankEngine:
         host_pool: this rank's mapping of the host pool, closed by `shutdown`; None when `cache.enabled` is False.
         extra_connectors: further worker connectors, or functions that make one from this rank's memory.
         process_group: gloo group of the ranks; None with one rank.
+        on_pinned: called with (bytes, bytes in all) while the host pool is being pinned.
     Attributes:
         layout, parts, model, device: read-only, for connectors and tests.
         handshakes: addresses of the extra connectors that have one (P/D), in order.
@@ -60,7 +61,8 @@ class RankEngine:
     def __init__(self, config: HiSparseConfig, rank: int = 0, num_ranks: int = 1, incarnation: int = 0,
                  host_pool: HostPool | None = None,
                  extra_connectors: Sequence[WorkerConnector | ConnectorFactory] = (),
-                 process_group: dist.ProcessGroup | None = None) -> None:
+                 process_group: dist.ProcessGroup | None = None,
+                 on_pinned: Callable[[int, int], None] | None = None) -> None:
         self.config, self.rank, self.incarnation = config, rank, incarnation
         self.layout = kv_layout(config)
         if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
@@ -78,7 +80,7 @@ class RankEngine:
             self.layout, config.cache, num_device_blocks=num_blocks, num_host_blocks=num_host_blocks,
             max_seats=config.scheduler.max_num_seqs, max_model_len=config.model.max_model_len, rank=rank,
             num_ranks=num_ranks, incarnation=incarnation, host_pool=host_pool, device=str(self.device),
-            recorder=self._recorder,
+            recorder=self._recorder, on_pinned=on_pinned,
         )
         self.model = DSAModel(network, shape, self.parts.handles, self.parts.indexer, self._parallel)
         self._runner = ModelRunner(self.model, max_seats=config.scheduler.max_num_seqs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from hisparse.types import Landing, RequestStats, ResolveStats, SampledToken, SamplingParams
+from hisparse.types import Landing, RequestStats, RequestTimeline, ResolveStats, SampledToken, SamplingParams
 
 
 class RequestState(enum.Enum):
@@ -39,8 +39,14 @@ class Request:
     """Order of arrival, a counter: earlier is served first within a priority."""
     arrived_s: float = 0.0
     """On the engine's clock."""
+    arrived_unix_s: float = 0.0
+    """On the wall clock."""
     queue_s: float | None = None
     """From the arrival to the first admission."""
+    loaded_s: float | None = None
+    """From the arrival to the end of the first import."""
+    first_token_s: float | None = None
+    """From the arrival to the first token."""
     priority: int = 0
     cache_salt: str | None = None
     do_remote_decode: bool = False
@@ -87,6 +93,10 @@ class Request:
     def replays(self) -> bool:
         """Every token's KV is there: the last token runs again for its logits and writes nothing."""
         return self.computed >= len(self.token_ids)
+
+    def timeline(self) -> RequestTimeline:
+        return RequestTimeline(arrived_unix_s=self.arrived_unix_s, admitted_s=self.queue_s, loaded_s=self.loaded_s,
+                               first_token_s=self.first_token_s)
 
     def stats(self) -> RequestStats:
         return RequestStats(

@@ -212,6 +212,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self.loading.pop(request_id, None)
             if request is not None:
+                self._import_ended(request)
                 request.computed = self.cache.finish_load(request_id, failed=False)
                 self._run(request)
 
@@ -220,11 +221,16 @@ class Scheduler:
         request = self.loading.pop(request_id, None)
         if request is None:
             return None
+        self._import_ended(request)
         self.cache.finish_load(request_id, failed=True)
         self.cache.preempt(request_id)
         request.computed, request.seat = 0, -1
         self.add(request)
         return request
+
+    def _import_ended(self, request: Request) -> None:
+        if request.importing and request.loaded_s is None:
+            request.loaded_s = self.clock() - request.arrived_s
 
     # ------------------------------------------------------------------------------------------- steps
     def _chunk(self, request: Request, tokens: int, plain: bool) -> ScheduledChunk:

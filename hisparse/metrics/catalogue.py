@@ -23,7 +23,7 @@ FAILURES = ("refused", "timeout", "transfer", "generation", "cancelled", "restar
 
 def _counter(name: str, unit: str, help: str, *readings: Reading, own: str = "") -> Metric:
     return Metric(name=f"hisparse_{name}", kind=Kind.COUNTER, unit=unit, help=help, common=ENGINE, readings=readings,
-                  own=(own,) if own else ())
+                  own=tuple(own.split()))
 
 
 def _gauge(name: str, unit: str, help: str, *readings: Reading, own: str = "") -> Metric:
@@ -43,6 +43,10 @@ CACHE = (
              R("resolve.resident_rows", "resident"), R("resolve.hot_rows", "hot"), own="tier"),
     _counter("cache_misses", "rows", "Selected rows that decode had to copy from host memory to the hot region.",
              R("resolve.miss_rows")),
+    _counter("index_group_rows", "rows", "Selected rows by index group (its place in the model) and by what served them; "
+             "prefill_host: read from host memory by prefill chunks.",
+             *(R(f"index_groups.*.{tier}", tier) for tier in ("resident", "hot", "miss", "prefill_host")),
+             own="index_group tier"),
     _counter("prefill_host_rows", "rows", "Rows of history that prefill chunks read from host memory.",
              R("resolve.prefill_host_rows")),
     _counter("host_to_device_bytes", "bytes", "KV copied from host to device: misses, prefill history, restored pages.",
@@ -50,11 +54,16 @@ CACHE = (
     _counter("device_to_host_bytes", "bytes", "KV copied from device to host: mirrored rows and spilled pages.",
              R("resolve.device_to_host_bytes")),
     _counter("mirrored_rows", "rows", "New rows that were written to device and host at once.", R("resolve.mirrored_rows")),
+    _counter("mirrored_bytes", "bytes", "Bytes of mirrored rows.",
+             R("resolve.device_to_host_bytes", minus="resolve.spilled_bytes")),
+    _counter("spilled_bytes", "bytes", "Bytes of pages that were copied from device to host.", R("resolve.spilled_bytes")),
     _counter("spilled_pages", "pages", "Pages whose bytes were copied from device to host.", R("resolve.spilled_pages")),
     _counter("spills", "pages", "Write-backs of pages by outcome.", R("cache.spills_completed", "completed"),
              R("cache.spills_failed", "failed"), own="outcome"),
     _counter("spills_without_bytes", "pages", "Write-backs that copied nothing, because every row had been mirrored.",
              R("cache.spills_without_bytes")),
+    _counter("spill_seconds", "s", "From the enqueuing of a write-back to the scheduler's word of its end, summed over "
+             "completed ones; includes the wait behind a forward.", R("cache.spill_seconds")),
     _gauge("pending_spills", "pages", "Pages whose write-back has not completed.", R("cache.pages_spilling")),
 )
 

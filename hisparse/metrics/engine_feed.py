@@ -22,7 +22,7 @@ class EngineFeed:
     def __init__(self, sink: Sink, *, model: str, role: str, engine: str) -> None:
         self._sink = sink
         self._labels = {"model": model, "role": role, "engine": engine}
-        self._before: dict[tuple[str, str], float] = {}
+        self._before: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def update(self, stats: Mapping[str, Any]) -> None:
         """Takes `EngineCore.stats().asdict()`, or the same from /stats. What it lacks (no P/D connector) is left out."""
@@ -39,7 +39,7 @@ class EngineFeed:
         self._sink.set(ENGINE_UP, float(ok), self._labels)
         self._sink.set(LOOP_AGE, loop_age_s, self._labels)
 
-    def _count(self, metric: Metric, own: str, value: float) -> None:
+    def _count(self, metric: Metric, own: tuple[str, ...], value: float) -> None:
         key = (metric.name, own)
         before = self._before.get(key)
         if before is None or value != before:
@@ -48,5 +48,5 @@ class EngineFeed:
             self._sink.add(metric, added, self._with(metric, own))
         self._before[key] = value
 
-    def _with(self, metric: Metric, own: str) -> dict[str, str]:
-        return self._labels | {name: own for name in metric.own}
+    def _with(self, metric: Metric, own: tuple[str, ...]) -> dict[str, str]:
+        return self._labels | dict(zip(metric.own, own, strict=True))

@@ -24,9 +24,10 @@ class Reading:
     """Where in an engine's statistics (`/stats`) the values of one metric are.
 
     Args:
-        path: dotted; a last part `*` stands for every key of a dictionary, which becomes the value of the own label.
+        path: dotted; a part `*` stands for every key of a dictionary or index of a list, which becomes the value of the first
+            of the metric's own labels.
         minus: path of a number to subtract. over: path of a number to divide by.
-        label: value of the metric's own label; "" where it has none, or where `*` gives it.
+        label: value of the metric's last own label; "" where it has none, or where `*` gives it.
         known: keys of the dictionary that are reported as 0 while it lacks them.
     """
 
@@ -36,12 +37,11 @@ class Reading:
     over: str = ""
     known: tuple[str, ...] = ()
 
-    def values(self, stats: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        """(own label, value) of everything that these statistics have; nothing where they have no such path."""
-        if self.path.endswith(".*"):
-            found = _at(stats, self.path[:-2])
-            if found is not None:
-                yield from ({key: 0.0 for key in self.known} | {str(key): float(value) for key, value in found.items()}).items()
+    def values(self, stats: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+        """(own labels, value) of everything that these statistics have; nothing where they have no such path."""
+        own = (self.label,) if self.label else ()
+        if "*" in self.path.split("."):
+            yield from (((key, *own), value) for key, value in self._each(stats))
             return
         value = _at(stats, self.path)
         if value is None:
@@ -50,7 +50,17 @@ class Reading:
         if self.over:
             whole = float(_at(stats, self.over) or 0.0)
             number = number / whole if whole else 0.0
-        yield self.label, number
+        yield own, number
+
+    def _each(self, stats: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        before, _, behind = self.path.partition(".*")
+        found = _at(stats, before)
+        if found is None:
+            return
+        items = found.items() if isinstance(found, Mapping) else enumerate(found)
+        inner = behind.removeprefix(".")
+        values = ((str(key), _at(item, inner) if inner else item) for key, item in items)
+        yield from (dict.fromkeys(self.known, 0.0) | {key: float(value) for key, value in values if value is not None}).items()
 
     def __str__(self) -> str:
         text = f"{self.path} - {self.minus}" if self.minus else self.path

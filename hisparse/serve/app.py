@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from hisparse.actors import logs
 from hisparse.actors.engine import EngineActors, EngineIdentity, actor_prefix
-from hisparse.actors.handles import find_actors, metrics_endpoints, translate
+from hisparse.actors.handles import find_actors, gather, metrics_endpoints, translate
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
-from hisparse.config import HiSparseConfig, load_config, model_path
+from hisparse.actors.stop_budget import StopBudget
+from hisparse.config import AutoscalingConfig, HiSparseConfig, load_config, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.errors import HiSparseError
 from hisparse.metrics import NullSink, RequestFeed, Sink
@@ -27,17 +30,28 @@ from hisparse.metrics.ray_sink import RaySink
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.ending import ENDING_S, shut_down
+from hisparse.serve.errors import ENGINE_UNAVAILABLE
+from hisparse.serve.failover import with_failover
+from hisparse.serve.generation import spawn
 from hisparse.serve.ingress import create_api
 from hisparse.serve.keys import KeyRing
 from hisparse.serve.prefill import PrefillClient, PrefillService
+from hisparse.telemetry.make import make_tracer
 
 logger = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 MAX_START_RETRIES = 2
-GRACE_S = 40.0
-"""For open streams, then for the end of the engine's actors (see `EngineActors.stop`)."""
+STATS_TIMEOUT_S = 5.0
+LEAVE_S = 1.0
+"""For answers that are on their way, when a replica ends because its engine has failed."""
+WAIT_LOOP_S = 0.5
+"""How often a stopping replica looks whether its requests have ended."""
+TARGET_SEATS = 0.7
+"""Share of the seats that autoscaling wants taken, unless told otherwise."""
+LEAST_LOOK_BACK_S = 15.0
+"""Over which autoscaling averages; Serve's replicas report every 10 s."""
 
 
 class _EngineReplica:
@@ -47,8 +61,10 @@ class _EngineReplica:
         app = serve.get_replica_context().app_name
         identity = EngineIdentity.new(config.pd.role, app)
         logs.configure(config.serve, replica=identity.engine_id)
+        self._drain_timeout_s, self._leaving = config.serve.drain_timeout_s, False
         self.engine = EngineActors.start(config, identity)
         self.feed = RequestFeed(_sink(config), time.monotonic, **self.engine.labels)
+        self.tracer = make_tracer(config.telemetry, identity.engine_id, **{"service.instance.id": identity.engine_id})
         logger.info("engine %s is ready", identity.engine_id)
 
     async def check_health(self) -> None:
@@ -60,10 +76,27 @@ class _EngineReplica:
     async def abort(self, request_id: str) -> None:
         await self.engine.abort(request_id)
 
+    async def leave_if_dead(self) -> None:
+        """Ends this process when its engine has failed. An idle replica looks attractive to routers: until Serve has noticed by
+        its health checks, most requests would come here only to be sent away.
+        """
+        health = await self.engine.probe()
+        if health["ok"] or health.get("starting") or self._leaving:
+            return
+        self._leaving = True
+        logger.error("engine %s has failed, and so this replica ends: %s", self.engine.identity.engine_id, health["reason"])
+        await asyncio.to_thread(self.engine.stop)
+        await asyncio.to_thread(self.tracer.shutdown)
+        await asyncio.sleep(LEAVE_S)
+        os._exit(1)
+
     async def __del__(self) -> None:
         engine = getattr(self, "engine", None)
-        if engine is not None:
+        if engine is not None and not self._leaving:
+            self._leaving = True  # a late request finds no engine; this process must not end in the middle of the stop
+            await asyncio.to_thread(engine.drain, self._drain_timeout_s)
             await asyncio.to_thread(engine.stop)
+            await asyncio.to_thread(self.tracer.shutdown)
 
 
 class PrefillReplica(_EngineReplica):
@@ -71,10 +104,13 @@ class PrefillReplica(_EngineReplica):
 
     def __init__(self, config: HiSparseConfig) -> None:
         super().__init__(config)
-        self._service = PrefillService(self.engine, self.feed)
+        self._service = PrefillService(self.engine, self.feed, self.tracer)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
-        return await self._service.prefill(call)
+        answer = await self._service.prefill(call)
+        if answer.error is not None and answer.error.code == ENGINE_UNAVAILABLE:
+            spawn(self.leave_if_dead())
+        return answer
 
 
 class DecodeReplica(_EngineReplica):
@@ -94,10 +130,12 @@ class DecodeReplica(_EngineReplica):
 
             client = PrefillClient(send, config.pd)
         super().__init__(config)
-        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed)
+        self._service = DecodeService(config, self.engine, Tokenizer(model_path(config.model)), client, self.feed, self.tracer)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         async for chunk in self._service.generate(call):
+            if chunk.error is not None and chunk.error.code == ENGINE_UNAVAILABLE:
+                spawn(self.leave_if_dead())
             yield chunk
 
 
@@ -106,8 +144,13 @@ class ServeBackend:
 
     def __init__(self, decode: DeploymentHandle[Any], app: str) -> None:
         self._decode, self._app = decode, app
+        self._answered: set[str] = set()
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Before the first token a request may move to another replica."""
+        return with_failover(self._attempt, call)
+
+    async def _attempt(self, call: GenerateCall) -> AsyncGenerator[Chunk]:
         response: Any = self._decode.options(stream=True).generate.remote(call)
         done = False
         try:
@@ -137,9 +180,16 @@ class ServeBackend:
         async def ask(actor: Any) -> dict[str, Any]:
             name = actor.label.removeprefix(prefix)
             try:
-                return {"engine": name, **await actor.acall(method, *args, timeout_s=5.0)}
+                report = {"engine": name, **await actor.acall(method, *args, timeout_s=STATS_TIMEOUT_S)}
+            except TimeoutError as error:
+                if name in self._answered:
+                    return {"engine": name, "health": {"ok": False, "reason": str(error)}}
+                # A name is there before its process: imports take seconds, and more beside engines at work.
+                return {"engine": name, "health": {"ok": False, "starting": True, "reason": "its process has not answered yet"}}
             except Exception as error:
                 return {"engine": name, "health": {"ok": False, "reason": str(error)}}
+            self._answered.add(name)
+            return report
 
         return list(await asyncio.gather(*(ask(actor) for actor in actors)))
 
@@ -167,37 +217,66 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ConfigError: unknown keys, impossible values, or no such checkpoint.
     """
     config = load_config(dict(args))
+    make_tracer(config.telemetry, "check").shutdown()  # a missing package fails here, not in a replica
     capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
 
     def build_api() -> FastAPI:
         logs.configure(config.serve, replica="ingress")
-        return create_api(config, _current_backend, _sink(config), proxied=True)
+        return create_api(config, _current_backend, _sink(config), make_tracer(config.telemetry, "ingress"), proxied=True)
 
-    def engine_options(replica_config: HiSparseConfig, num_replicas: int) -> dict[str, Any]:
-        MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
+    def engine_options(replica_config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:
+        plan = MemoryPlan.of(replica_config)  # a wrong path or an impossible size fails here, not in a replica
         return {
-            "num_replicas": num_replicas, "max_ongoing_requests": capacity + 64, "ray_actor_options": {"num_cpus": 0},
+            **replicas(replica_config, count, scaling), "max_ongoing_requests": capacity + 64,
+            "ray_actor_options": {"num_cpus": 0},
             "placement_group_bundles": bundles(replica_config), "placement_group_strategy": "STRICT_PACK",
             "max_constructor_retry_count": MAX_START_RETRIES,
             "health_check_period_s": HEALTH_PERIOD_S, "health_check_timeout_s": HEALTH_TIMEOUT_S,
-            "graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": GRACE_S,
+            "graceful_shutdown_wait_loop_s": WAIT_LOOP_S,
+            "graceful_shutdown_timeout_s": StopBudget.of(replica_config, plan.host_bytes).total_s + 4 * WAIT_LOOP_S,
         }
 
     if config.serve.prefill_replicas:
         prefill_config, decode_config = _of_engine(config, "prefill"), _of_engine(config, "decode")
-        options = engine_options(prefill_config, config.serve.prefill_replicas)
+        options = engine_options(prefill_config, config.serve.prefill_replicas, config.serve.prefill_autoscaling)
         prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
         decode_args: tuple[Any, ...] = (decode_config, prefill)
     else:
         decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
-    options = engine_options(decode_config, config.serve.decode_replicas)
+    options = engine_options(decode_config, config.serve.decode_replicas, config.serve.decode_autoscaling)
+    scaling = config.serve.decode_autoscaling
+    most = config.serve.decode_replicas if scaling is None else scaling.max_replicas
+    if most > 1:
+        options["request_router_config"] = prefix_routing(decode_config)
     decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
     application: serve.Application = _deploy(
-        serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * config.serve.decode_replicas + 64,
-        ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.5, graceful_shutdown_timeout_s=GRACE_S,
+        serve.ingress(build_api)(Ingress), "ingress", max_ongoing_requests=capacity * most + 64,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
+        graceful_shutdown_timeout_s=config.serve.drain_timeout_s + 4 * WAIT_LOOP_S,
     ).bind(decode)
     return application
+
+
+def prefix_routing(config: HiSparseConfig) -> RequestRouterConfig:
+    """Requests go where their prefix is, up to half of the seats more than where there is least to do."""
+    router: Any = "hisparse.serve.affinity.PrefixRouter"  # Serve's own type for it names no string
+    return RequestRouterConfig(request_router_class=router,
+                               request_router_kwargs={"slack": max(config.scheduler.max_num_seqs // 2, 1)})
+
+
+def replicas(config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:
+    """Serve's options for a fixed number of replicas of a role, or for one that follows the load."""
+    if scaling is None:
+        return {"num_replicas": count}
+    target = scaling.target_requests or TARGET_SEATS * config.scheduler.max_num_seqs
+    return {"autoscaling_config": {
+        "min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas,
+        "initial_replicas": min(max(count, scaling.min_replicas), scaling.max_replicas),
+        "target_ongoing_requests": target,
+        "upscale_delay_s": scaling.upscale_delay_s, "downscale_delay_s": scaling.downscale_delay_s,
+        "look_back_period_s": max(scaling.upscale_delay_s, LEAST_LOOK_BACK_S),
+    }}
 
 
 def _of_engine(config: HiSparseConfig, role: Literal["colocated", "prefill", "decode"]) -> HiSparseConfig:
@@ -229,7 +308,17 @@ def serving(config: HiSparseConfig, *, port: int, name: str = "hisparse") -> Ite
             raise HiSparseError(f"the service did not start: {_why(name) or error}") from error
         yield
     finally:
+        drain_engines(name, config.serve.drain_timeout_s)
         shut_down()
+
+
+def drain_engines(app: str, timeout_s: float) -> None:
+    """Every engine of an app at once, before Serve ends it: late requests are refused at once, open streams go on."""
+    engines = find_actors(actor_prefix(app))
+    try:
+        gather([engine.start("drain", timeout_s) for engine in engines], timeout_s + 10.0)
+    except Exception as error:  # Serve ends them in any case
+        logger.warning("drain of the engines: %s", error)
 
 
 def check_no_other_serve() -> None:

@@ -19,6 +19,8 @@ class GenerateCall:
         max_tokens: None = `default_tokens`, or as many as fit into the context; replaces `sampling.max_tokens`.
         default_tokens: None = no other bound than the context.
         timeout_s: time left until the request's deadline. tenant: who asks, for reports; "" = no keys are in use.
+        trace: W3C trace context of the caller's span; None = nobody records it.
+        retry_of: request id of the first attempt, whose replica is to be avoided; None = this is the first.
     """
 
     request_id: str
@@ -31,6 +33,8 @@ class GenerateCall:
     cache_salt: str | None = None
     timeout_s: float = 300.0
     tenant: str = ""
+    trace: Mapping[str, str] | None = None
+    retry_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class PrefillCall:
     cache_salt: str | None = None
     timeout_s: float = 300.0
     tenant: str = ""
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -17,9 +17,10 @@ from hisparse.metrics import NullSink, RequestFeed
 from hisparse.metrics.request_feed import RequestTimer
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
 from hisparse.serve.chat import ChatTemplate
-from hisparse.serve.errors import ApiError
+from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
 from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient
+from hisparse.telemetry import NullTracer, RequestSpans, Tracer
 from hisparse.types import FinishReason, RequestOutput, RequestStats
 
 logger = logging.getLogger(__name__)
@@ -56,21 +57,23 @@ class DecodeService:
 
     Args:
         prefill: None = this engine computes its prompts itself.
-        feed: metrics of requests; default nowhere.
+        feed: metrics of requests; default nowhere. tracer: of spans; default none.
     """
 
     def __init__(self, config: HiSparseConfig, engine: DecodeEngine, tokenizer: Tokenizer,
-                 prefill: PrefillClient | None, feed: RequestFeed | None = None) -> None:
+                 prefill: PrefillClient | None, feed: RequestFeed | None = None, tracer: Tracer | None = None) -> None:
         self._config, self._engine, self._tokenizer, self._prefill = config, engine, tokenizer, prefill
         self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._feed = feed or RequestFeed(NullSink(), model="", role="", engine="")
+        self._tracer = tracer or NullTracer()
         self._open = 0
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Chunk]:
         """Increments of the answer; an error comes as the last one. A caller that goes away aborts everywhere."""
         timer, ended = self._feed.begin(), "abandoned"
         facts: dict[str, Any] = {"request_id": call.request_id}
+        spans = RequestSpans(self._tracer, "hisparse.request", call.trace, request_id=call.request_id)
         try:
             deadline = time.monotonic() + call.timeout_s
             with self._admitted():
@@ -78,7 +81,7 @@ class DecodeService:
                 sampling = replace(call.sampling, max_tokens=self._max_tokens(call, len(prompt)))
                 request = EngineRequest(request_id=call.request_id, prompt_token_ids=prompt, sampling=sampling,
                                         cache_salt=call.cache_salt, tenant=call.tenant)
-                async for chunk in self._run(request, deadline, timer):
+                async for chunk in self._run(request, deadline, timer, spans):
                     ended = "error" if chunk.error is not None else chunk.finish_reason or ended
                     facts |= _facts(chunk)
                     yield chunk
@@ -90,7 +93,10 @@ class DecodeService:
             facts |= _facts(Chunk(error=answer))
             yield Chunk(error=answer)
         finally:
-            logger.info("request ended", extra={"fields": facts | timer.end(ended)})
+            facts |= timer.end(ended)
+            logger.info("request ended", extra={"fields": facts})
+            spans.end(_attributes(facts), error=facts.get("error") or (ended if ended in ("error", "refused") else None),
+                      is_cut=ended == "abandoned")
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -130,13 +136,14 @@ class DecodeService:
                            field, "context_length_exceeded")
         return wanted
 
-    async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer) -> AsyncIterator[Chunk]:
+    async def _run(self, request: EngineRequest, deadline: float, timer: RequestTimer,
+                   spans: RequestSpans) -> AsyncIterator[Chunk]:
         asked = _Asked()
         finished = False
         facts: dict[str, Any] = {"prefill": "local", "prefill_attempts": 0}
         try:
             if self._prefill is not None:
-                await self._ask(asked, request, deadline)
+                await self._ask(asked, request, deadline, spans)
                 timer.prefilled()
                 request = replace(request, kv_transfer_params=asked.params, prefill_failed=asked.failed,
                                   prefill_retries=asked.retries_left)
@@ -145,10 +152,11 @@ class DecodeService:
                 output = await _before(anext(outputs), deadline)
                 if output.retry_prefill is not None:
                     logger.info("import of %s, attempt %d: %s", request.request_id, asked.attempts, output.retry_prefill)
-                    await self._ask(asked, request, deadline)
+                    await self._ask(asked, request, deadline, spans)
                     await self._engine.resume(request.request_id, asked.params, asked.failed or "", asked.retries_left)
                     continue
                 timer.tokens(len(output.new_token_ids))
+                spans.moments(output.timeline)
                 if output.stats is not None:
                     timer.stats(output.stats)
                 finished = output.finish_reason is not None
@@ -162,15 +170,16 @@ class DecodeService:
                 if asked.answer is not None and self._prefill is not None:
                     self._prefill.release(asked.answer)
 
-    async def _ask(self, asked: _Asked, request: EngineRequest, deadline: float) -> None:
+    async def _ask(self, asked: _Asked, request: EngineRequest, deadline: float, spans: RequestSpans) -> None:
         """Asks prefill, for the first time or because the import of its last answer failed. Raises ApiError where that is the
         end of the request; whether a prompt without an answer is computed here is the engine's decision."""
         assert self._prefill is not None
         asked.answer, asked.attempts = await self._prefill.prefill(
             request.request_id, request.prompt_token_ids, cache_salt=request.cache_salt, deadline=deadline,
-            attempts=asked.attempts, tenant=request.tenant)
+            attempts=asked.attempts, tenant=request.tenant, trace=spans.prefill_begins())
         asked.retries_left = self._prefill.retries_left(asked.attempts)
         error = asked.answer.error
+        spans.prefill_ends(asked.attempts, None if error is None else error.message)
         if error is None:
             asked.failed = None
             return
@@ -190,7 +199,7 @@ class DecodeService:
         )
         error = None
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            error = ApiError(503, output.error or "the request was aborted")
+            error = ApiError(503, output.error or "the request was aborted", code=ENGINE_UNAVAILABLE if output.retry else "")
         return Chunk(
             text=output.new_text, token_ids=output.new_token_ids, logprobs=logprobs, error=error,
             finish_reason=output.finish_reason.value if output.finish_reason is not None and error is None else None,
@@ -207,6 +216,13 @@ def _facts(chunk: Chunk) -> dict[str, Any]:
         if chunk.error.status >= 500:
             facts["error"] = chunk.error.message
     return facts
+
+
+def _attributes(facts: dict[str, Any]) -> dict[str, Any]:
+    """Of a request's span: OpenTelemetry's names where it has some."""
+    names = {"prompt_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens",
+             "reason": "hisparse.finish_reason", "status": "http.response.status_code"}
+    return {names.get(key, f"hisparse.{key}"): value for key, value in facts.items() if key not in ("request_id", "error")}
 
 
 def _stats(stats: RequestStats) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 from hisparse.errors import EngineDeadError, ProtocolError, RequestError, TransferError
 
 RETRY_AFTER_S = 1
+ENGINE_UNAVAILABLE = "engine_unavailable"
+"""Code of errors that say nothing about the request: another engine may answer it."""
 _TYPES = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("authentication_error", "invalid_api_key"),
@@ -61,9 +63,11 @@ class ApiError(Exception):
         if isinstance(error, ApiError):
             return error
         if isinstance(error, RequestError):
-            return cls(error.status, str(error), error.field)
+            return cls(error.status, str(error), error.field, ENGINE_UNAVAILABLE if error.status == 503 else "")
         if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
             return cls(504, str(error) or "the request did not finish before its deadline")
-        if isinstance(error, (EngineDeadError, TransferError, ProtocolError)):
+        if isinstance(error, EngineDeadError):
+            return cls(503, str(error), code=ENGINE_UNAVAILABLE)
+        if isinstance(error, (TransferError, ProtocolError)):
             return cls(503, str(error))
         return cls(500, f"internal error ({type(error).__name__}); the server's log has the details")

@@ -32,7 +32,9 @@ from hisparse.serve.residency import add_residency
 from hisparse.serve.residency.hub import INTERVAL_S, ResidencyHub
 from hisparse.serve.residency.view import Viewer
 from hisparse.serve.responses import ChatChunk, ChatResponse, CompletionResponse, Health, ModelCard, ModelList, Stats
+from hisparse.serve.tracing import Traced, with_trace
 from hisparse.serve.writers import ChatWriter, CompletionWriter, Writer
+from hisparse.telemetry import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,12 @@ LONG_BODY_BYTES = 64 << 10
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
-def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None, *,
-               proxied: bool = False) -> FastAPI:
+def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sink | None = None,
+               tracer: Tracer | None = None, *, proxied: bool = False) -> FastAPI:
     """The app. `backend()` is asked at each request: the service behind it starts later than the app is built.
 
     Args:
-        sink: of metrics; default none.
+        sink: of metrics; default none. tracer: of spans; default none.
         proxied: behind Ray Serve's proxy; see `Measured`.
     Raises:
         ConfigError: the file of API keys cannot be used.
@@ -56,6 +58,8 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
     facts, keys = ServerFacts.of(config), KeyRing(config.serve)
     describe(api, facts, keys=bool(keys), strangers=config.serve.allow_no_keys)
     api.add_middleware(Guard, keys=keys, allow_no_keys=config.serve.allow_no_keys)
+    if tracer is not None and tracer.is_on:
+        api.add_middleware(Traced, tracer=tracer)
     api.add_middleware(Measured, proxied=proxied,
                        feed=HttpFeed(sink or NullSink(), model=facts.model))  # the last one is the outermost
     timeout_s = config.serve.request_timeout_s
@@ -76,7 +80,7 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
         return found
 
     async def answer(request: Request, calls: Sequence[GenerateCall], writer: Writer, stream: bool | None) -> Response:
-        chunks = Generation(backend(), calls, timeout_s).chunks()
+        chunks = Generation(backend(), with_trace(request.scope, calls), timeout_s).chunks()
         if stream:
             try:
                 first = await unless_gone(request, anext(chunks))
@@ -189,18 +193,23 @@ def create_api(config: HiSparseConfig, backend: Callable[[], Backend], sink: Sin
 
 
 async def _engine_state(config: HiSparseConfig, backend: Backend) -> dict[str, Any]:
-    """What `/health` answers: ok only when every replica's engine loop turns."""
-    expected = config.serve.decode_replicas + config.serve.prefill_replicas
+    """What `/health` answers: ok only when there are enough engines, and the loop of each turns. One that is being added on
+    top of those says `starting`, and is no reason to send nobody here.
+    """
+    expected = config.serve.least_engines
     try:
         engines = await asyncio.wait_for(backend.engines(False), STATS_TIMEOUT_S)
     except Exception as error:
         return {"status": "unhealthy", "reason": ApiError.of(error).message, "engines": []}
     state = [{"engine": item.get("engine"), **item.get("health", {})} for item in engines]
-    sick = [item for item in state if not item.get("ok")]
+    starting = [item for item in state if item.get("starting")]
+    sick = [item for item in state if not item.get("ok") and item not in starting]
     if sick:
         return {"status": "unhealthy", "reason": f"{sick[0]['engine']}: {sick[0].get('reason')}", "engines": state}
-    if len(state) < expected:
-        return {"status": "starting", "reason": f"{len(state)} of {expected} engines are ready", "engines": state}
+    ready = len(state) - len(starting)
+    if ready < expected:
+        steps = "".join(f"; {item['engine']}: {item['reason']}" for item in starting)
+        return {"status": "starting", "reason": f"{ready} of {expected} engines are ready{steps}", "engines": state}
     return {"status": "ok", "engines": state}
 
 

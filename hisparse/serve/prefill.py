@@ -13,8 +13,10 @@ from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import PDConfig
 from hisparse.metrics import NullSink, RequestFeed
 from hisparse.serve.calls import PrefillAnswer, PrefillCall
-from hisparse.serve.errors import ApiError
+from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
 from hisparse.serve.generation import spawn
+from hisparse.telemetry import NullTracer, RequestSpans, Tracer
+from hisparse.telemetry.spans import Carrier
 from hisparse.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,11 @@ class PrefillService:
     """One prefill replica's work, over its engine.
 
     Args:
-        feed: metrics; default nowhere.
+        feed: metrics; default nowhere. tracer: of spans; default none.
     """
 
-    def __init__(self, engine: PrefillEngine, feed: RequestFeed | None = None) -> None:
-        self._engine = engine
+    def __init__(self, engine: PrefillEngine, feed: RequestFeed | None = None, tracer: Tracer | None = None) -> None:
+        self._engine, self._tracer = engine, tracer or NullTracer()
         self._feed = feed or RequestFeed(NullSink(), model="", role="prefill", engine="")
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
@@ -49,22 +51,29 @@ class PrefillService:
             request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, cache_salt=call.cache_salt, tenant=call.tenant,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), do_remote_decode=True,
         )
-        done = False
+        done, failure = False, "cancelled"
+        spans = RequestSpans(self._tracer, "hisparse.prefill.engine", call.trace, request_id=call.request_id,
+                             first_step="hisparse.compute", decode="")
         try:
             output = await self._engine.complete(request, timeout_s=call.timeout_s)
+            spans.moments(output.timeline)
             if output.stats is not None:
                 self._feed.queued(output.stats)
             if output.error is not None or output.kv_transfer_params is None:
-                reason = output.error or "the engine gave no transfer parameters"
-                return PrefillAnswer(request_id=call.request_id, error=ApiError(503, f"prefill failed: {reason}"))
+                failure = reason = output.error or "the engine gave no transfer parameters"
+                return PrefillAnswer(request_id=call.request_id, error=ApiError(
+                    503, f"prefill failed: {reason}", code=ENGINE_UNAVAILABLE if output.retry else ""))
             done = True
             return PrefillAnswer(request_id=call.request_id, kv_transfer_params=output.kv_transfer_params,
                                  engine=self._engine.front)
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            return PrefillAnswer(request_id=call.request_id, error=ApiError.of(error))
+            answer = ApiError.of(error)
+            failure = f"status {answer.status}" if answer.status < 500 else answer.message
+            return PrefillAnswer(request_id=call.request_id, error=answer)
         finally:
+            spans.end({"hisparse.prompt_tokens": len(call.prompt_token_ids)}, error=None if done else failure)
             if not done:
                 spawn(self._engine.abort(call.request_id))
 
@@ -81,12 +90,13 @@ class PrefillClient:
         self._send, self._max_retries, self._backoff_s = send, config.max_retries, backoff_s
 
     async def prefill(self, request_id: str, prompt: tuple[int, ...], *, cache_salt: str | None,
-                      deadline: float, attempts: int = 0, tenant: str = "") -> tuple[PrefillAnswer, int]:
+                      deadline: float, attempts: int = 0, tenant: str = "",
+                      trace: Carrier | None = None) -> tuple[PrefillAnswer, int]:
         """The answer of the first attempt that worked, or of the last one; and the number of attempts for this request so far.
 
         Args:
             deadline: on the monotonic clock. attempts: made before; the last one's answer could not be read.
-            tenant: who asks, for reports.
+            tenant: who asks, for reports. trace: of the span that waits for it.
         """
         attempt = attempts
         if attempts and not await self._back_off(attempts, deadline):
@@ -95,7 +105,7 @@ class PrefillClient:
             attempt += 1
             answer = await self._attempt(PrefillCall(
                 request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
-                timeout_s=max(deadline - time.monotonic(), 0.001), tenant=tenant,
+                timeout_s=max(deadline - time.monotonic(), 0.001), tenant=tenant, trace=trace,
             ))
             if answer.error is None or not answer.error.retryable or not self.retries_left(attempt):
                 return answer, attempt

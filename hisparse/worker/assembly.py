@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,11 +66,13 @@ def build_worker(
     copy_hook: Callable[[int], None] | None = None,
     poison_new_blocks: bool = False,
     recorder: SelectionRecorder | None = None,
+    on_pinned: Callable[[int, int], None] | None = None,
 ) -> WorkerParts:
     """Allocates the device cache and wires tables, runtimes, handles and worker of one rank.
 
     With `config.enabled=False` and `host_pool=None` every context must be resident: apply `StepCommand.table_updates`
-    with `tables.apply`. The worker owns `host_pool` from here on and closes it at shutdown.
+    with `tables.apply`. The worker owns `host_pool` from here on and closes it at shutdown. `on_pinned(bytes, bytes in all)` is
+    called while it is being pinned.
 
     Raises:
         ConfigError: HiSparse is on without a host pool, the pool has another size, or rank is outside num_ranks.
@@ -85,7 +88,7 @@ def build_worker(
     hot_max = configured_hot_rows_max(config, layout) if host_pool is not None else (0,) * len(layout.hots)
     cache = DeviceCache(layout, num_device_blocks, device, poison=poison)
     if host_pool is not None:
-        host_pool.pin(device, progress=_log_progress)
+        host_pool.pin(device, progress=functools.partial(_log_progress, on_pinned))
     streams = Streams(device)
     staging = PinnedRing(streams)
     tables = KVTables(
@@ -156,5 +159,7 @@ def build_worker(
     )
 
 
-def _log_progress(done_bytes: int, total_bytes: int) -> None:
+def _log_progress(listener: Callable[[int, int], None] | None, done_bytes: int, total_bytes: int) -> None:
+    if listener is not None:
+        listener(done_bytes, total_bytes)
     _log.info("pinned %.1f/%.1f GiB of the host pool", done_bytes / host_memory.GIB, total_bytes / host_memory.GIB)

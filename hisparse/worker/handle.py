@@ -117,7 +117,7 @@ class HiSparseCacheHandle:
             host_ids=history_ids,
         )
         if history is not None:
-            self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied)
+            self._counters.add("prefill_host_rows", batch.seats, gathered if copied is None else copied, self.layer)
         return out
 
     def resolve(self, topk: Tensor, batch: RowBatch) -> SelectedRows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hisparse import ops
@@ -16,8 +15,6 @@ from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.streams import Place, StepEvent, Streams
 from hisparse.worker.tables import KVTables
-
-_TIERS = ("resident_rows", "hot_rows", "miss_rows")
 
 
 class HiSparseRuntime:
@@ -58,10 +55,6 @@ class HiSparseRuntime:
         self._streams = streams
         self._recorder = recorder
         self._ops = ops.backend(cache.device)
-        groups = layout.shape.index_groups
-        self._layers_of_group: Tensor | None = None
-        if index_group == len(groups) - 1:
-            self._layers_of_group = torch.tensor([len(group.layers) for group in groups], device=cache.device)
         self.state: HotState | None = None
         if host_pool is not None:
             slots = tables.hot(self.hot_group).shape[1] * layout.block_size
@@ -166,11 +159,8 @@ class HiSparseRuntime:
         """What served each row, for every layer of the group since they all read the same rows. The last group adds them all
         up, in a few launches instead of a dozen for each group."""
         batch.tiers += (found.resident, found.hot, found.miss)
-        weights = self._layers_of_group
-        if weights is not None and len(batch.tiers) == len(_TIERS) * weights.shape[0]:
-            tiers = torch.stack(batch.tiers).view(-1, len(_TIERS), batch.num_rows)
-            for field, counts in zip(_TIERS, (tiers * weights[:, None, None]).sum(0)):
-                self._counters.add(field, batch.seats, counts)
+        if len(batch.plans) == len(self._layout.shape.index_groups):
+            self._counters.add_tiers(batch.seats, batch.tiers)
 
     def _check_first_rows(self, fits: Tensor, batch: RowBatch, hot_rows: Tensor) -> None:
         """A later verification row may be refused (its drafts are then not accepted); the first one must fit."""

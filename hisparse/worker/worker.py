@@ -159,9 +159,9 @@ class HiSparseWorker:
                 self._counters.spilled_bytes += self._layout.host_block_bytes if spill.copy_bytes else 0
             self._ack(spill.id, AckKind.COMPLETED if done else AckKind.FAILED, result.row_mask)
         acks, self._acks = tuple(self._acks), []
-        stats, by_seat = self._counters.take()
+        stats, by_seat, by_group = self._counters.take()
         return HiSparseWorkerOutput(
-            rank=self.rank, incarnation=self.incarnation, acks=acks, stats=stats, request_stats=by_seat
+            rank=self.rank, incarnation=self.incarnation, acks=acks, stats=stats, request_stats=by_seat, index_groups=by_group
         )
 
     def shutdown(self) -> None:

@@ -44,7 +44,8 @@ class FakeCore:
         self.idle = True
         self.broken = ""
         self.trouble = ""
-        self.shut = False
+        self.shut = self.draining = False
+        self.never_begun = 0
         self.threads: set[str] = set()
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, *,
@@ -60,6 +61,10 @@ class FakeCore:
         self.aborted.append(request_id)
         if self.left.pop(request_id, None) is not None:
             self.outputs.append(RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+
+    def drain(self) -> int:
+        self.draining = True
+        return self.never_begun
 
     def step(self) -> list[RequestOutput]:
         self.threads.add(threading.current_thread().name)

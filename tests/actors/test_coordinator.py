@@ -227,7 +227,8 @@ def test_before_the_start_everything_is_refused() -> None:
     async def run() -> None:
         actor = CoordinatorActor()
         with pytest.raises(EngineDeadError, match="not started"):
-            await actor.health()
+            await collect(actor, request())
+        assert not (await actor.health())["ok"]
         assert await actor.shutdown()
 
     asyncio.run(run())

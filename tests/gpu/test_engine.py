@@ -52,6 +52,9 @@ def test_many_requests_through_tight_pools(make_rig: MakeRig, tiny_checkpoints: 
     play(running, workload(seed))
     stats = running.decode.core.stats()
     assert stats.resolve.miss_rows > 0 and stats.cache["spills_completed"] > 0, stats
+    for tier in ("resident", "hot", "miss", "prefill_host"):
+        total = getattr(stats.resolve, {"prefill_host": "prefill_host_rows"}.get(tier, f"{tier}_rows"))
+        assert sum(group[tier] for group in stats.index_groups) == total, tier
 
 
 def test_a_preempted_request_resumes_from_the_host(make_rig: MakeRig, tiny_checkpoints: dict[str, Path]) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,8 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
     command = [sys.executable, "-m", "hisparse.cli"]
     environment = os.environ | {"RAY_ADDRESS": cluster}
     with subprocess.Popen(
-        [*command, "serve", "deploy/ray/local.yaml", "--json", "--set", "serve.port=0", "--set", "cache.device_blocks=320"],
+        [*command, "serve", "deploy/ray/local.yaml", "--json", "--set", "serve.port=0", "--set", "cache.device_blocks=320",
+         "--set", "serve.drain_timeout_s=120"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as server:
         try:
@@ -65,7 +67,7 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
                 opened = threading.Event()
                 watched = pool.submit(watch, url.removesuffix("/v1") + "/residency/events", opened)
                 assert opened.wait(30)
-                server.send_signal(signal.SIGINT)
+                stream_through_the_end(url, asked.prompt, lambda: server.send_signal(signal.SIGINT))
                 output, errors = server.communicate(timeout=90)
                 watched.result(timeout=30)
         finally:
@@ -77,6 +79,24 @@ def test_serve_until_ctrl_c(cluster: str) -> None:
                     "stopped"]
     assert not any(word in errors for word in ("Traceback", "graceful_shutdown", "INFO", "ERROR")), errors
     assert not any(Path(engine["host_pool"]).exists() for engine in engines)
+
+
+def stream_through_the_end(url: str, prompt: str, stop: Callable[[], None]) -> None:
+    """B40: a stream that is open when the service is told to stop ends with all of its tokens; a later request is refused
+    with an error that says to retry, while the stream still runs."""
+    late = {"model": "recall", "prompt": "late", "max_tokens": 1}
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=90) as client:
+        stream = client.completions.create(model="recall", prompt=prompt, temperature=0, max_tokens=200, stream=True,
+                                           stream_options={"include_usage": True}, extra_body={"ignore_eos": True})
+        first = next(iter(stream))
+        stop()
+        deadline = time.monotonic() + 30
+        while (refused := httpx.post(f"{url}/completions", json=late, timeout=30)).status_code == 200:
+            assert time.monotonic() < deadline, "requests are still taken"
+        assert refused.status_code == 503 and "retry" in refused.json()["error"]["message"] and refused.headers["retry-after"]
+        chunks = [first, *stream]
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 200
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "length"
 
 
 def test_a_serve_instance_that_runs_already_is_left_alone(cluster: str) -> None:

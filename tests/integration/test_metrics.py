@@ -115,7 +115,7 @@ def differences(stats: dict[str, Any], samples: Samples) -> list[str]:
         for metric in CATALOGUE:
             for reading in metric.readings:
                 for own, value in reading.values(engine):
-                    labels = frozenset((common | {name: own for name in metric.own}).items())
+                    labels = frozenset((common | dict(zip(metric.own, own, strict=True))).items())
                     seen = samples.get((metric.exported, labels))
                     if seen is None or abs(seen - value) > 1e-6 + 1e-9 * abs(value):
                         wrong.append(f"{metric.exported}{dict(labels)}: {seen}, /stats has {value}")

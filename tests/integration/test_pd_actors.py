@@ -7,10 +7,11 @@ decode service with its fallback. Oracle: unmodified transformers on the same ti
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from hisparse.actors.engine import EngineActors, EngineIdentity
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
+from hisparse.serve.errors import ENGINE_UNAVAILABLE
+from hisparse.serve.failover import with_failover
 from hisparse.serve.prefill import PrefillClient, PrefillService
 from hisparse.types import SamplingParams
 from tests.integration.nixl_prefill import wait_for_state
@@ -215,6 +218,63 @@ def test_faults_between_prefill_and_decode(engines: Engines) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         after = (await deployment.check_empty())["imports_failed"]
         assert after["generation"] == before.get("generation", 0) + 1
+
+    asyncio.run(body())
+
+
+def test_nobody_notices_that_a_keeper_is_gone(engines: Engines) -> None:
+    """Ranks keep their mapping: requests are answered right as before, from the same pool. The next test stops this engine."""
+    async def body() -> None:
+        engine = engines.get("decode-two")
+        assert engine.keeper is not None
+        pid = await engine.keeper.acall("pid", timeout_s=10)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_for_state, pid, "ZX")
+        deployment = Deployment(engines.path, [engines.get("prefill-two")], engine)
+        for i in range(2):
+            await deployment.check(f"kept{i}", prompt_of(70 + 100 * i, 400 + i))
+        stats = await engine.stats(True)
+        assert stats["health"]["ok"] and stats["check"] == "ok" and Path(stats["host_pool"]).exists()
+
+    asyncio.run(body())
+
+
+def test_a_request_of_a_dead_decode_engine_moves_to_another(engines: Engines) -> None:
+    """Its coordinator is killed. A stream that had begun gets a clear error; what had not begun is answered elsewhere, right;
+    the end of the dead engine, whose keeper is dead, too, leaves neither a process nor its pool."""
+    async def body() -> None:
+        dying, living = engines.get("decode-two"), engines.get("decode-one")
+        replicas = [Deployment(engines.path, [engines.get("prefill-two")], engine) for engine in (dying, living)]
+        stats = await dying.stats()
+        stream = replicas[0].service.generate(GenerateCall(
+            request_id="begun", token_ids=prompt_of(80, 300), max_tokens=200, timeout_s=30.0,
+            sampling=SamplingParams(ignore_eos=True)))
+        assert (await anext(stream)).token_ids
+        os.kill(stats["pid"], signal.SIGKILL)
+        last = [chunk async for chunk in stream][-1]
+        assert last.error is not None and last.error.status == 503 and "coordinator of decode-" in last.error.message
+        assert last.error.code == ENGINE_UNAVAILABLE and not (await dying.probe())["ok"]
+
+        turns = itertools.count()
+        prompts = [prompt_of(60 + 50 * i, 310 + i) for i in range(3)]
+
+        def attempt(call: GenerateCall) -> AsyncGenerator[Chunk]:
+            return replicas[min(next(turns), 1)].service.generate(call)
+
+        for i, prompt in enumerate(prompts):
+            call = GenerateCall(request_id=f"moved{i}", token_ids=prompt, max_tokens=TOKENS, timeout_s=40.0,
+                                sampling=SamplingParams(ignore_eos=True))
+            chunks = [chunk async for chunk in with_failover(attempt, call)]
+            tokens = [token for chunk in chunks for token in chunk.token_ids]
+            check_tokens(f"moved{i}", engines.path, prompt, tokens, complete=TOKENS)
+        assert next(turns) == 4, "one attempt at the dead engine, then each at the living one"
+        await replicas[1].check_empty()
+        pool = Path(stats["host_pool"])
+        assert pool.exists()
+        await asyncio.to_thread(dying.stop)
+        assert not pool.exists()
+        for pid in stats["rank_pids"]:
+            await asyncio.to_thread(wait_for_state, pid, "ZX")
 
     asyncio.run(body())
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import pickle
+import random
 import re
 import signal
 import time
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -32,12 +36,43 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture(scope="module")
-def service(cluster: None) -> Iterator[Service]:
-    with run_service() as running:
+def spans(tmp_path_factory: pytest.TempPathFactory) -> Spans:
+    return Spans(tmp_path_factory.mktemp("spans"))
+
+
+@pytest.fixture(scope="module")
+def service(cluster: None, spans: Spans) -> Iterator[Service]:
+    with run_service(telemetry={"exporter": "file", "directory": str(spans.directory)}) as running:
         yield running
         pools = running.pools()
         assert len(pools) == 2 and all(pool.exists() for pool in pools)
     assert not any(pool.exists() for pool in pools), "a clean shutdown leaves nothing in /dev/shm"
+
+
+class Spans:
+    """What the service's processes wrote about the traces that tests began."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._names = random.Random(7)
+
+    def begin(self) -> tuple[str, dict[str, str]]:
+        """(trace id, head of a request)."""
+        trace = f"{self._names.getrandbits(128):032x}"
+        return trace, {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+
+    def of(self, trace: str, *expected: str, timeout_s: float = 20.0) -> dict[str, dict[str, Any]]:
+        """Spans of the trace by name, once all expected ones (and the ingress's) are there; other names are an error."""
+        deadline = time.monotonic() + timeout_s
+        names = {"POST /v1/completions", "hisparse.request", *expected}
+        while True:
+            lines = [line for path in self.directory.iterdir() for line in path.read_text().splitlines() if trace in line]
+            found = [json.loads(line) for line in lines]
+            if {span["name"] for span in found} == names:
+                break
+            assert time.monotonic() < deadline, f"{sorted(span['name'] for span in found)} is not {sorted(names)}"
+            time.sleep(0.1)
+        return {span["name"]: span for span in found}
 
 
 def document(seed: int, tokens: int = 700) -> RecallDocument:
@@ -85,6 +120,33 @@ def test_prefill_and_decode_answer_right(service: Service) -> None:
     salted = ask(service, asked.prompt, extra_body={"cache_salt": "another tenant"})
     assert salted.choices[0].text == answer.choices[0].text
     assert salted.usage.prompt_tokens_details.cached_tokens == 0, "no reuse across salts"  # type: ignore[union-attr]
+
+
+def test_a_trace_goes_through_every_process(service: Service, spans: Spans) -> None:
+    """One tree from the client's span to the prefill engine; phases follow each other inside their parents; no prompt."""
+    asked, (trace, head) = document(20), spans.begin()
+    answer = ask(service, asked.prompt, extra_headers=head)
+    got = spans.of(trace, "hisparse.prefill", "hisparse.prefill.engine", "hisparse.compute", "hisparse.queue",
+                   "hisparse.transfer", "hisparse.first_step", "hisparse.decode")
+    parents = {name: next((other for other, s in got.items() if s["span_id"] == span["parent_id"]), span["parent_id"])
+               for name, span in got.items() if name != "hisparse.queue"}  # both engines have a queue
+    assert parents == {
+        "POST /v1/completions": "00f067aa0ba902b7", "hisparse.request": "POST /v1/completions",
+        "hisparse.prefill": "hisparse.request", "hisparse.prefill.engine": "hisparse.prefill",
+        "hisparse.compute": "hisparse.prefill.engine", "hisparse.transfer": "hisparse.request",
+        "hisparse.first_step": "hisparse.request", "hisparse.decode": "hisparse.request"}
+    times = [got[f"hisparse.{name}"] for name in ("prefill", "transfer", "first_step", "decode")]
+    assert all(before["end_s"] <= after["start_s"] + 0.05 for before, after in itertools.pairwise(times))
+    for name, span in got.items():
+        assert span["status"] == "unset" and span["start_s"] <= span["end_s"], name
+        parent = got.get(parents.get(name, ""))
+        assert parent is None or (parent["start_s"] - 0.05 <= span["start_s"] and span["end_s"] <= parent["end_s"] + 0.05), name
+    whole, prefill = got["hisparse.request"], got["hisparse.prefill.engine"]
+    assert whole["attributes"]["gen_ai.usage.input_tokens"] == answer.usage.prompt_tokens  # type: ignore[union-attr]
+    assert whole["attributes"]["hisparse.request_id"] == f"{answer.id}-0"
+    assert whole["resource"]["service.instance.id"].startswith("decode-")
+    assert prefill["resource"]["service.instance.id"].startswith("prefill-")
+    assert asked.prompt[:40] not in str(got) and asked.answer not in str(got)
 
 
 def test_tokens_equal_unmodified_transformers(service: Service) -> None:
@@ -208,19 +270,25 @@ def test_bad_input_costs_nothing(service: Service) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_aborts_everywhere(service: Service, stream: bool) -> None:
+def test_a_client_that_leaves_aborts_everywhere(service: Service, spans: Spans, stream: bool) -> None:
+    trace, head = spans.begin()
     body = {"model": "recall", "prompt": document(3).prompt, "max_tokens": 1000, "temperature": 0, "ignore_eos": True,
             "stream": stream, "n": 3}
     before = service.engines()["decode"]["generated_tokens"]
     with httpx.Client(timeout=60) as client:
         if stream:
-            with client.stream("POST", f"{service.url}/v1/completions", json=body) as response:
+            with client.stream("POST", f"{service.url}/v1/completions", json=body, headers=head) as response:
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{service.url}/v1/completions", json=body, timeout=3.0)
+                client.post(f"{service.url}/v1/completions", json=body, timeout=3.0, headers=head)
     engines = service.settled(timeout_s=10.0)
     assert engines["decode"]["generated_tokens"] - before < 2700, "no choice ran to its end"
+    got = spans.of(trace, "hisparse.prefill", "hisparse.prefill.engine", "hisparse.compute", "hisparse.queue",
+                   "hisparse.transfer", "hisparse.first_step", "hisparse.decode")
+    cut_off = {name for name, span in got.items() if span["attributes"].get("hisparse.cut_off")}
+    assert {"hisparse.request", "hisparse.decode"} <= cut_off
+    assert got["POST /v1/completions"]["attributes"]["hisparse.client_left"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/stats"])
@@ -276,17 +344,22 @@ def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Servic
     assert details(ask(service, document(5).prompt))["prefill"] == "remote"
 
 
-def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_replaced(service: Service) -> None:
-    before = service.pools()
+def test_a_dead_decode_rank_ends_its_streams_with_an_error_and_the_replica_is_replaced(service: Service,
+                                                                                       spans: Spans) -> None:
+    before, (trace, head) = service.pools(), spans.begin()
     stream = service.client.completions.create(
         model="recall", prompt=document(6).prompt, max_tokens=1000, temperature=0, stream=True,
-        extra_body={"ignore_eos": True})
+        extra_body={"ignore_eos": True}, extra_headers=head)
     next(iter(stream))
     os.kill(service.engines()["decode"]["rank_pids"][0], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(openai.APIError, match="rank 0 of decode-.* is dead"):
         list(stream)
     assert time.monotonic() - began < 20
+    got = spans.of(trace, "hisparse.prefill", "hisparse.prefill.engine", "hisparse.compute", "hisparse.queue",
+                   "hisparse.transfer", "hisparse.first_step", "hisparse.decode")
+    assert {name for name, span in got.items() if span["status"] == "error"} == {"hisparse.request", "hisparse.decode"}
+    assert "rank 0 of decode-" in got["hisparse.request"]["error"]
     wait_until_healthy(service)
     asked = document(8)
     assert asked.is_answer(ask(service, asked.prompt).choices[0].text)

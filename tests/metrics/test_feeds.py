@@ -57,6 +57,16 @@ def test_values_are_those_of_the_statistics(engine: LocalEngine) -> None:
     for phase, seconds in stats["step_seconds"].items():
         assert sink.value(BY_NAME["hisparse_step_seconds"], **WHO, phase=phase) == seconds
     assert sink.value(BY_NAME["hisparse_lease_expiries"], **WHO) is None, "a colocated engine has no leases"
+    groups, rows = stats["index_groups"], BY_NAME["hisparse_index_group_rows"]
+    assert [layer for group in groups for layer in group["layers"]] == list(range(engine.core.layout.shape.num_layers))
+    for tier, field in (("resident", "resident_rows"), ("hot", "hot_rows"), ("miss", "miss_rows"),
+                        ("prefill_host", "prefill_host_rows")):
+        values = [sink.value(rows, **WHO, index_group=str(i), tier=tier) for i in range(len(groups))]
+        assert values == [group[tier] for group in groups] and sum(values) == stats["resolve"][field]  # type: ignore[arg-type]
+    assert all(group["resident"] > 0 for group in groups)
+    written = [sink.value(BY_NAME[f"hisparse_{name}_bytes"], **WHO) for name in ("mirrored", "spilled", "device_to_host")]
+    assert written[0] == stats["resolve"]["mirrored_rows"] * engine.core.layout.row.row_bytes > 0
+    assert written[0] + written[1] == written[2]  # type: ignore[operator]
 
 
 def test_counters_grow_by_what_was_added_and_survive_a_new_engine() -> None:

@@ -128,7 +128,7 @@ def test_options_that_texts_name_exist(path: str) -> None:
     from hisparse.config import HiSparseConfig
 
     sections = {name: field.annotation for name, field in HiSparseConfig.model_fields.items()}
-    named = re.findall(r"(?<![/\w])(cache|scheduler|model|pd|serve)\.(\w+)", (ROOT / path).read_text())
+    named = re.findall(r"(?<![/\w])(cache|scheduler|model|pd|serve|telemetry)\.(\w+)", (ROOT / path).read_text())
     assert len(named) > 5
     for section, option in named:
         assert option in sections[section].model_fields, f"{section}.{option}"  # type: ignore[union-attr]

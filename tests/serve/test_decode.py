@@ -38,6 +38,7 @@ class FakeEngine:
         self.import_failures = 0
         self.resumed: list[tuple[Any, str, int]] = []
         self.answered = asyncio.Event()
+        self.retry = False
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
@@ -53,6 +54,7 @@ class FakeEngine:
             last = at == len(self.words) - 1
             error = "the engine failed: boom" if last and self.final is FinishReason.ERROR else None
             yield RequestOutput(request_id=request.request_id, new_token_ids=(at,), new_text=word, error=error,
+                                retry=self.retry,
                                 finish_reason=self.final if last else None,
                                 logprobs=(SampledToken(token_id=40, logprob=-1.0, top_logprobs=((41, -2.0),)),),
                                 stats=RequestStats(prompt_tokens=3, landing=Landing.HOST, queue_s=0.01) if last else None)

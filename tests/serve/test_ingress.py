@@ -218,6 +218,27 @@ def test_health_and_stats(client: TestClient, backend: FakeBackend) -> None:
     assert response.status_code == 503 and response.json()["reason"] == "1 of 2 engines are ready"
 
 
+def test_health_while_engines_start(client: TestClient, backend: FakeBackend) -> None:
+    backend.state[1]["health"] = {"ok": False, "starting": True, "reason": "pinning 24.0/64.0 GiB of host memory"}
+    state = client.get("/health")
+    assert state.status_code == 503 and state.json()["status"] == "starting"
+    assert state.json()["reason"] == "1 of 2 engines are ready; decode-1: pinning 24.0/64.0 GiB of host memory"
+
+
+def test_health_is_about_the_engines_a_service_has_at_least(make_client: Callable[..., TestClient],
+                                                            backend: FakeBackend) -> None:
+    """One more that starts because of load is no reason to send nobody here; one that is sick is."""
+    client = make_client(decode_replicas=2, decode_autoscaling={"min_replicas": 1, "max_replicas": 4})
+    assert client.get("/health").json()["status"] == "ok"
+    backend.state.append({"engine": "decode-2", "health": {"ok": False, "starting": True, "reason": "loading"}})
+    assert client.get("/health").status_code == 200
+    backend.state[2]["health"] = {"ok": False, "reason": "a step is stuck"}
+    assert client.get("/health").json() == {"status": "unhealthy", "reason": "decode-2: a step is stuck",
+                                            "engines": client.get("/health").json()["engines"]}
+    backend.state = backend.state[:1]
+    assert client.get("/health").json()["reason"] == "1 of 2 engines are ready"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(backend: FakeBackend, stream: bool) -> None:
     """The raw ASGI conversation of a client that leaves after the first chunk (or before any, without streaming)."""

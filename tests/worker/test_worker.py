@@ -54,7 +54,8 @@ def test_enqueued_at_once_completed_when_the_copy_is_done(rig):
     rig.worker.copies.resume()
     done = rig.finish_copies()
     assert [(a.transfer_id, a.kind, a.row_mask) for a in done.acks] == [(11, COMPLETED, 15), (12, COMPLETED, 15)]
-    assert done.stats == ResolveStats(spilled_pages=2, device_to_host_bytes=2 * rig.layout.host_block_bytes)
+    size = 2 * rig.layout.host_block_bytes
+    assert done.stats == ResolveStats(spilled_pages=2, spilled_bytes=size, device_to_host_bytes=size)
     assert done.request_stats == {} and rig.worker.output().acks == ()
 
 

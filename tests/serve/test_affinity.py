@@ -1,0 +1,58 @@
+"""Beginnings of prompts and who has seen them; no Serve. The router itself runs in tests/integration/test_routing.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hisparse.serve.affinity import CHUNK_CHARS, CHUNK_TOKENS, MAX_CHUNKS, PrefixTable, prefix_chain
+from hisparse.serve.calls import GenerateCall
+
+
+def chain(**fields: Any) -> list[bytes]:
+    return prefix_chain(GenerateCall(request_id="r", **fields))
+
+
+def test_a_conversation_keeps_its_chain() -> None:
+    turns = [("system", "s" * 300), ("user", "a" * 300), ("assistant", "b" * 300), ("user", "c" * 300)]
+    first, second = chain(messages=tuple(turns[:2])), chain(messages=tuple(turns))
+    assert len(first) == 2 and len(second) == 4 and second[:2] == first
+    other = chain(messages=(turns[0], ("user", "x" * 300)))
+    assert other[0] == first[0] and other[1] != first[1]
+
+
+@pytest.mark.parametrize("change", [
+    {"text": "y" + "x" * 1000}, {"cache_salt": "another"}, {"cache_salt": "None"}, {"text": None, "token_ids": (1,) * 1000}])
+def test_other_prompts_and_salts_have_other_chains(change: dict[str, Any]) -> None:
+    """A tenant's requests must not gather where another tenant's are: they could not hit, and would learn something."""
+    assert not set(chain(text="x" * 1000)) & set(chain(**{"text": "x" * 1000} | change))
+
+
+def test_only_whole_chunks_count_and_not_without_end() -> None:
+    assert chain(text="x" * (CHUNK_CHARS - 1)) == [] == chain(token_ids=(1,) * (CHUNK_TOKENS - 1))
+    assert len(chain(text="x" * (2 * CHUNK_CHARS + 5))) == 2 == len(chain(token_ids=(1,) * (2 * CHUNK_TOKENS + 3)))
+    assert len(chain(text="x" * CHUNK_CHARS * 10 * MAX_CHUNKS)) == MAX_CHUNKS
+    assert len(chain(text="\ud800" * CHUNK_CHARS)) == 1, "half a surrogate pair is no error here"
+
+
+def test_the_longest_beginning_counts_among_those_that_live() -> None:
+    table = PrefixTable()
+    long, short = chain(text="x" * 1024), chain(text="x" * 512 + "y" * 512)
+    assert table.find(long, {"a", "b"}) is None and table.find([], {"a"}) is None
+    table.remember(long, "a")
+    table.remember(short, "b")
+    assert table.find(long, {"a", "b"}) == "a", "b has seen only half of it, although later"
+    assert table.find(long, {"b"}) == "b", "a is gone"
+    assert table.find(chain(text="x" * 512), {"a", "b"}) == "b", "the last one that has seen it"
+    assert table.find(chain(text="z" * 512), {"a", "b"}) is None
+
+
+def test_the_table_is_bounded() -> None:
+    table = PrefixTable(max_entries=6)
+    for i in range(5):
+        table.remember(chain(text=f"{i}" * 512), i)
+        table.remember(chain(text="0" * 512), 0)
+        assert len(table) <= 6
+    assert table.find(chain(text="0" * 512), range(5)) == 0 and table.find(chain(text="4" * 512), range(5)) == 4
+    assert table.find(chain(text="1" * 512), range(5)) is None
