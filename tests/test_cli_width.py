@@ -122,6 +122,7 @@ def test_no_color_on_a_terminal() -> None:
 ], ids=lambda arguments: " ".join(arguments[:2]))
 def test_ctrl_c_is_quiet(arguments: tuple[str, ...]) -> None:
     """As a terminal sends it: to every process of the command."""
+    children: set[int] = set()
     with subprocess.Popen([sys.executable, "-c", "import sys; from hisparse.cli import main; print('up', flush=True); main()",
                            *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           start_new_session=True) as process:
@@ -131,6 +132,7 @@ def test_ctrl_c_is_quiet(arguments: tuple[str, ...]) -> None:
                 time.sleep(0.2)
                 if _is_busy(process.pid) and ("import" not in arguments or len(_group(process.pid)) > 2):
                     break
+            children |= set(_group(process.pid))
             os.killpg(process.pid, signal.SIGINT)
             _, error = process.communicate(timeout=60)
         finally:
@@ -142,6 +144,8 @@ def test_ctrl_c_is_quiet(arguments: tuple[str, ...]) -> None:
             break
         time.sleep(0.2)
     assert _group(process.pid) == []
+    left = [path.name for pid in children for path in Path("/dev/shm").glob(f"hisparse-*.{pid}.*")]
+    assert not left, "host pools stay behind"
 
 
 def _group(leader: int) -> list[int]:
