@@ -17,6 +17,7 @@ from hisparse.actors import handles
 from hisparse.actors.handles import Node
 from hisparse.cli import serve as cli_serve
 from hisparse.config import load_config
+from hisparse.config.loading import warn_once
 from hisparse.doctor.findings import Finding, Needs, Status
 from hisparse.doctor.host import Host
 from hisparse.doctor.preflight import problems, text_of
@@ -70,6 +71,15 @@ def test_one_application_of_ours_among_others_is_found(monkeypatch: pytest.Monke
     path.write_text("applications:\n" + APP.format(name="a", path="x:y") + APP.format(name="b", path=OURS))
     assert run(monkeypatch, "serve", str(path), "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["config"]["model"]["path"] == "recall"
+
+
+def test_an_option_without_effect_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    warn_once.cache_clear()
+    assert run(monkeypatch, "serve", "--model", "recall", "--dry-run", "--json", "--set", "pd.role=decode", "--set",
+               "top_k=2048") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["config"]["pd"]["role"] == "decode"
+    assert [line.split(" has no effect")[0] for line in shown.err.splitlines()] == ["warning: top_k = 2048", "warning: pd.role"]
 
 
 # ---- this machine

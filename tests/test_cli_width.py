@@ -118,25 +118,48 @@ def test_no_color_on_a_terminal() -> None:
 @pytest.mark.parametrize("arguments", [
     ("trace", "replay", "--steps", "100000"),
     ("bench", "policy"),
-], ids=" ".join)
+    ("bench", "import", "--only", "tiny", "--only", "nixl", "--repeats", "100000"),  # with a process of its own
+], ids=lambda arguments: " ".join(arguments[:2]))
 def test_ctrl_c_is_quiet(arguments: tuple[str, ...]) -> None:
+    """As a terminal sends it: to every process of the command."""
+    children: set[int] = set()
     with subprocess.Popen([sys.executable, "-c", "import sys; from hisparse.cli import main; print('up', flush=True); main()",
-                           *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                           *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "up\n"
             for _ in range(100):  # a signal before Python is ready for it would be lost or shown
                 time.sleep(0.2)
-                if _is_busy(process.pid):
+                if _is_busy(process.pid) and ("import" not in arguments or len(_group(process.pid)) > 2):
                     break
-            process.send_signal(signal.SIGINT)
+            children |= set(_group(process.pid))
+            os.killpg(process.pid, signal.SIGINT)
             _, error = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130, (process.returncode, error)
     assert "Traceback" not in error and "Error" not in error
+    for _ in range(100):  # killed children are gone when the kernel has cleaned up
+        if not _group(process.pid):
+            break
+        time.sleep(0.2)
+    assert _group(process.pid) == []
+    left = [path.name for pid in children for path in Path("/dev/shm").glob(f"hisparse-*.{pid}.*")]
+    assert not left, "host pools stay behind"
+
+
+def _group(leader: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == leader and fields[0] not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def _is_busy(pid: int) -> bool:
-    """Whether the process has used a second of processor time since it began."""
+    """Whether the process has used 1.5 s of processor time since it began: it is past its start."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.5

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from hisparse.bench import report
+from hisparse.bench import children, report
 from hisparse.bench.progress import Progress
 
 PAGE_BYTES, PAGES = 64 * 656, 2048
@@ -119,8 +119,8 @@ def measure(pages: int, repeats: int) -> Iterator[report.Row]:
         near, near_end = context.Pipe()
         server = context.Process(target=serve, args=(far_end, setting, pages), daemon=True)
         reader = context.Process(target=read, args=(near_end, far, setting, pages, repeats), daemon=True)
-        server.start()
-        reader.start()
+        children.start(server)
+        children.start(reader)
         far_end.close()
         near_end.close()
         try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hisparse.cli import bench, config, demo, doctor, plan, serve, status, trace
-from hisparse.cli.console import err, out
+from hisparse.cli.console import err, out, show_warnings
 from hisparse.errors import ConfigError, HiSparseError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if arguments is not None:
         sys.argv = ["hisparse", *arguments]
+    show_warnings()
     try:
         app(prog_name="hisparse")
     except KeyboardInterrupt:  # inside of a command, typer does the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -33,6 +34,21 @@ def table(*columns: str, title: str | None = None, right: Collection[str] = ()) 
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return made
+
+
+class _Warnings(logging.Handler):
+    """What the package warns of, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = record.levelname.lower()
+        err.print(f"{level}: {record.getMessage()}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_warnings() -> None:
+    """From now on, as lines of their own kind. Idempotent."""
+    logger = logging.getLogger("hisparse")
+    if not any(isinstance(handler, _Warnings) for handler in logger.handlers):
+        logger.addHandler(_Warnings(logging.WARNING))
 
 
 class _Bar(Progress):

@@ -38,7 +38,7 @@ def without_effect(data: dict[str, Any], config: HiSparseConfig) -> Iterator[str
         for path in paths if idle(config) else ():
             if path not in told and _is_set(data, config, path):
                 told.add(path)
-                yield f"{path} has no effect: {why}; remove it, or change that"
+                yield f"{path} has no effect: {why}; remove it"
 
 
 def _is_set(data: dict[str, Any], config: HiSparseConfig, path: str) -> bool:

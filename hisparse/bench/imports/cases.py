@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hisparse.bench import children
 from hisparse.bench.imports.engines import Engine, Setup, serve
 from hisparse.bench.report import Row
 from hisparse.pd.copies import copy_now
@@ -217,7 +218,7 @@ class Prefill:
         context = mp.get_context("spawn")
         self._pipe, far = context.Pipe()
         self._process = context.Process(target=serve, args=(far, self.setup), daemon=True)
-        self._process.start()
+        children.start(self._process)
         assert self._pipe.poll(120) and self._pipe.recv() == "ready", "the prefill process did not start"
 
     def __enter__(self) -> Prefill:
