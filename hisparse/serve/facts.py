@@ -15,7 +15,7 @@ from hisparse.serve.responses import ModelCard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """Equal in every ingress replica of one application.
+    """Equal in every ingress replica of one application, if the checkpoint is on each of their nodes or on none.
 
     Attributes:
         created: when the checkpoint was written, else when this process began; seconds since 1970.

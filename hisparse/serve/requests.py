@@ -5,7 +5,6 @@ Types are strict: "5" is no number and 1 is no boolean. Unknown fields are refus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
@@ -215,13 +214,3 @@ class ChatRequest(_Common):
     def warnings(self) -> list[str]:
         nested = sorted({f"messages[].{name}" for message in self.messages for name in message.ignored})
         return [*super().warnings, *(f"{name} has no effect on this server" for name in nested)]
-
-
-Request = CompletionRequest | ChatRequest
-
-
-def fields_marked(kind: type[BaseModel], mark: Any) -> Iterator[str]:
-    """Names of the fields of a model that are `Ignored` or `Unsupported`."""
-    for name, field in kind.model_fields.items():
-        if any(item is mark or (isinstance(mark, type) and isinstance(item, mark)) for item in field.metadata):
-            yield name

@@ -16,9 +16,10 @@ from hisparse.serve import errors, fields, requests
 from hisparse.serve.body import MAX_KEYS
 from hisparse.serve.fields import Ignored, Unsupported
 from hisparse.serve.ingress import create_api
-from hisparse.serve.requests import ChatMessage, ChatRequest, CompletionRequest, fields_marked
+from hisparse.serve.requests import ChatMessage, ChatRequest, CompletionRequest
 from tests.serve.conftest import small_config
 from tests.serve.fakes import FakeBackend
+from tests.serve.field_marks import fields_marked
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()

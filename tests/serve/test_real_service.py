@@ -262,3 +262,33 @@ def test_a_client_that_leaves_aborts_every_choice(served: Served, prompt: str, s
     connection.close()
     wait_for(lambda: len(served.backend.aborted) == 3)
     assert served.backend.settled()["generated_tokens"] - before < 900, "none ran to its end"
+
+
+# ------------------------------------------------------------------------------------------- full
+
+
+def test_a_full_server_says_when_to_come_back_and_the_client_does(served: Served, prompt: str) -> None:
+    """Twenty requests fit (four seats, sixteen wait): 16 choices stream, 5 more are refused, and succeed on a retry."""
+    served.backend.settled()
+    with served.client() as client:
+        crowd = client.completions.create(model="recall", prompt=prompt, n=16, max_tokens=250, stream=True,
+                                          extra_body={"ignore_eos": True})
+        next(iter(crowd))
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="recall", prompt=prompt, n=5, max_tokens=2)
+        assert int(caught.value.response.headers["retry-after"]) >= 1 and "scheduler.max_num_seqs" in caught.value.message
+        crowd.close()
+        patient = client.with_options(max_retries=8)
+        assert len(patient.completions.create(model="recall", prompt=prompt, n=5, max_tokens=2).choices) == 5
+    served.backend.settled()
+
+
+def test_a_request_that_takes_too_long_ends_everywhere() -> None:
+    with serving_here(real_config(request_timeout_s=0.5)) as served, served.client() as client:
+        options: dict[str, Any] = {"model": "recall", "prompt": [300, 301], "n": 3, "max_tokens": 500}
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**options, extra_body={"ignore_eos": True})
+        assert caught.value.status_code == 504 and caught.value.code == "deadline_exceeded"
+        with pytest.raises(openai.APIError, match="did not finish"):
+            list(client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}))
+        assert served.backend.settled()["generated_tokens"] < 3000

@@ -17,8 +17,11 @@ from fastapi.testclient import TestClient
 from hisparse.serve.body import parse_body
 from hisparse.serve.errors import ApiError
 from hisparse.serve.fields import Ignored, Unsupported
-from hisparse.serve.requests import ChatRequest, CompletionRequest, Request, fields_marked
+from hisparse.serve.requests import ChatRequest, CompletionRequest
 from tests.serve.fakes import FakeBackend
+from tests.serve.field_marks import fields_marked
+
+Request = CompletionRequest | ChatRequest
 
 COMPLETION: dict[str, Any] = {"model": "recall", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "recall", "messages": [{"role": "user", "content": "hi"}]}
