@@ -148,7 +148,7 @@ class TelemetryConfig(_Section):
         "none", description="Where spans go: otlp = a collector; file = JSON lines in `directory`; none = there are none.")
     endpoint: str | None = Field(None, description="Of the collector, e.g. http://collector:4318 (http/protobuf) or "
                                  "http://collector:4317 (grpc); default the exporter's.")
-    protocol: Literal["http/protobuf", "grpc"] = Field("http/protobuf", description="What the collector speaks at the endpoint.")
+    protocol: Literal["http/protobuf", "grpc"] = Field("http/protobuf", description="That the collector speaks there.")
     directory: str | None = Field(None, description="Of exporter file; must be there on every node. One file a process.")
     sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that have spans, where the caller's "
                                 "traceparent does not decide it.")
