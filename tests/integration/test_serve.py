@@ -288,7 +288,6 @@ def test_a_client_that_leaves_aborts_everywhere(service: Service, spans: Spans, 
                    "hisparse.transfer", "hisparse.first_step", "hisparse.decode")
     cut_off = {name for name, span in got.items() if span["attributes"].get("hisparse.cut_off")}
     assert {"hisparse.request", "hisparse.decode"} <= cut_off
-    assert got["POST /v1/completions"]["attributes"]["hisparse.client_left"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/stats"])
