@@ -56,7 +56,7 @@ class PrefillEngine:
             self._reuse(order[1])
             return "reused"
         if order[0] == "lease":
-            self.scheduler._config = self.scheduler._config.model_copy(update={"lease_s": order[1]})
+            self.scheduler._grants._lease_s = order[1]
             return "set"
         if order[0] == "expired":
             ended, self.ended = self.ended, []
