@@ -171,17 +171,15 @@ class Engine:
         self.scheduler.choose_landing(request_id, landing is Landing.RESIDENT, True)
         began, busy_s = time.perf_counter(), -time.thread_time() - time.clock_gettime(transfer_clock)
         self.scheduler.start_import(request_id, ImportTarget(landing=landing, pages=pages))
-        self.step()
+        loaded, failed = self.step()
         busy_s += time.thread_time()
-        while True:
-            loaded, failed = self.step()
-            if request_id in loaded:
-                seconds = time.perf_counter() - began
-                busy_s += time.clock_gettime(transfer_clock)
-                break
+        while request_id not in loaded:
             if failed or time.perf_counter() - began > WAIT_S:
                 raise RuntimeError(f"the import failed: {failed or 'not in time'}")
             time.sleep(POLL_S)
+            loaded, failed = self.step()
+        seconds = time.perf_counter() - began
+        busy_s += time.clock_gettime(transfer_clock)
         self.scheduler.request_closed(request_id)
         self.step()
         return seconds, busy_s
