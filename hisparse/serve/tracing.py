@@ -34,7 +34,13 @@ class Traced:
         span.set("http.route", path)
         span.set("hisparse.request_id", str(scope.get(REQUEST_ID, "")))
         scope[TRACE] = span.carrier
-        status, ended = 0, False
+        status, ended, left = 0, False, False
+
+        async def receiving() -> Any:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and not ended)
+            return message
 
         async def sending(message: Any) -> None:
             nonlocal status, ended
@@ -45,14 +51,14 @@ class Traced:
 
         error: str | None = None
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receiving, sending)
         except Exception as problem:
             status, ended, error = 500, True, type(problem).__name__
             raise
         finally:
             if status:
                 span.set("http.response.status_code", status)
-            if not ended:
+            if left or not ended:  # who answers a client that left may still send the end
                 span.set("hisparse.client_left", True)
             span.end(error=error or (f"HTTP {status}" if status >= 500 else None))
 

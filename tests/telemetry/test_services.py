@@ -15,6 +15,7 @@ from hisparse.serve.calls import GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.errors import ApiError
 from hisparse.serve.ingress import create_api
 from hisparse.serve.prefill import PrefillService
+from hisparse.serve.tracing import Traced
 from hisparse.types import FinishReason, RequestOutput, RequestTimeline
 from tests.serve.conftest import small_config
 from tests.serve.fakes import FakeBackend
@@ -189,6 +190,35 @@ def test_only_failures_of_the_service_are_errors(recorded: Recorded, error: ApiE
             "model": "recall" if error else "gpt-9", "messages": [{"role": "user", "content": SECRET}]})
     (span,) = recorded.spans().values()
     assert answer.status_code == status == (span.attributes or {})["http.response.status_code"] and failed(span) == message
+
+
+@pytest.mark.parametrize(("leaves", "left"), [("after", None), ("before", True), ("cancelled", True)])
+def test_a_client_that_left_is_told_from_one_that_has_its_answer(recorded: Recorded, leaves: str, left: bool | None) -> None:
+    """A stream that is cut may still send its end; a disconnect behind the end says nothing."""
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if leaves == "cancelled":
+            await asyncio.Event().wait()
+        if leaves == "before":
+            await receive()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await receive()
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    async def talk() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        task = asyncio.create_task(Traced(app, tracer=recorded.tracer)(scope, receive, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(talk())
+    (span,) = recorded.spans().values()
+    assert (span.attributes or {}).get("hisparse.client_left") == left and failed(span) is None
 
 
 def test_without_a_tracer_a_callers_context_goes_nowhere() -> None:
