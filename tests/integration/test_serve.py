@@ -245,7 +245,6 @@ def test_a_client_that_leaves_aborts_everywhere(service: Service, spans: Spans, 
                    "hisparse.transfer", "hisparse.first_step", "hisparse.decode")
     assert {name for name, span in got.items() if span["attributes"].get("hisparse.cut_off")} == {
         "hisparse.request", "hisparse.decode"}
-    assert got["POST /v1/completions"]["attributes"]["hisparse.client_left"]
 
 
 def test_a_dead_prefill_engine_is_replaced_and_decode_recomputes(service: Service) -> None:
