@@ -9,98 +9,37 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import ExtraKeys, prompt_digest
 from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
-from hisparse.connector.base import LoadEvents, RemoteDecode, RemotePrefill, SchedulerConnector
+from hisparse.connector.base import LoadEvents, SchedulerConnector
 from hisparse.connector.hisparse import HiSparseConnectorScheduler
 from hisparse.connector.multi import MultiSchedulerConnector
 from hisparse.connector.offloading import OffloadingScheduler
-from hisparse.engine.detokenizer import Detokenizer
 from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
+from hisparse.engine.outputs import Outputs
+from hisparse.engine.protocols import PDConnector, Tokenizer
 from hisparse.engine.request import Request, RequestState
 from hisparse.engine.residency import NUM_PENDING, EndedLog, ResidencySample, group_facts, sample_request
 from hisparse.engine.scheduler import Scheduler
+from hisparse.engine.stats import EngineStats, Tally
 from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
 from hisparse.types import (
     FinishReason,
     RequestOutput,
-    ResolveStats,
     SampledToken,
     SamplingParams,
     ScheduledChunk,
     StepCommand,
     StepResult,
-    TierRows,
 )
 
 if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process needs none
     from hisparse.engine.executor import Executor
 
-
-
-class PDConnector(SchedulerConnector, RemotePrefill, RemoteDecode, Protocol):
-    """What the engine needs of a P/D connector's scheduler half; hisparse.pd implements it."""
-
-    def add_remote(self, request_id: str, kv_transfer_params: Mapping[str, Any], *, num_prompt_tokens: int,
-                   digest_of: Callable[[int], str]) -> int: ...
-    def reject_remote(self, kv_transfer_params: Any, reason: str) -> None: ...
-    def release_request(self, request_id: str) -> None: ...
-    def problem(self) -> str: ...
-    def stats(self) -> Any: ...
-    def landing_log(self) -> Sequence[Mapping[str, Any]]: ...
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer; None disables text."""
-
-    eos_token_ids: tuple[int, ...]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges now and counters since start.
-
-    Attributes:
-        step_seconds: where the turns of the loop went: "schedule" (who runs, admission, commands), "rank" (the slowest rank
-            worked), "wire" (the rest of the wait for the ranks), "retire" (tokens, acknowledgements).
-    """
-
-    engine_id: str
-    role: str
-    steps: int
-    step_seconds: dict[str, float]
-    running: int
-    waiting: int
-    loading: int
-    held: int
-    finished: int
-    preemptions: int
-    admissions: int
-    resident_landings: int
-    host_landings: int
-    import_failures: int
-    indexer_loads: int
-    local_prefill_tokens: int
-    generated_tokens: int
-    resolve: ResolveStats
-    cache: dict[str, Any]
-    pd: dict[str, Any] | None = None
-    """PDStats; None when colocated."""
-    draining: bool = False
-    """It takes no new request, because it is about to stop."""
-    index_groups: tuple[dict[str, Any], ...] = ()
-    """The rows of `resolve` by index group: its layers, and the fields of TierRows."""
-
-    def asdict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class EngineCore:
@@ -151,16 +90,12 @@ class EngineCore:
         """By `Request.request_id`."""
         self.load_failures = LoadFailurePolicy(config.pd)
         self._renamed: dict[str, str] = {}  # name -> request id, of requests that had to leave theirs behind
-        self._detokenizers: dict[str, Detokenizer] = {}
         self._arrivals = itertools.count()
         self._numbers = itertools.count(1)
         self._step = 0
-        self._outputs: list[RequestOutput] = []
+        self._outputs = Outputs(tokenizer)
         self._leases: dict[str, Request] = {}
-        self._totals = ResolveStats()
-        self._by_group = np.zeros((len(self.layout.shape.index_groups), len(TierRows._fields)), dtype=np.int64)
-        self._finished = self._generated = self._import_failures = 0
-        self._step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
+        self._tally = Tally(self.layout)
         self._ended = EndedLog()
         self._groups = group_facts(self.layout, hot_rows(config.cache, self.layout)) if config.cache.enabled else ()
         self._dead: str | None = None
@@ -210,9 +145,7 @@ class EngineCore:
             self.cache.close(request_id)
             raise RequestError(f"{problem}; {self.load_failures.refusal()}", status=503)
         self.requests[request_id] = request
-        if self.tokenizer is not None:
-            self._detokenizers[request_id] = Detokenizer(
-                self.tokenizer, stop=sampling.stop, prompt_ids=prompt_token_ids)
+        self._outputs.open(request)
         if recovery is None or problem is None:
             self.scheduler.add(request)
         else:
@@ -289,7 +222,7 @@ class EngineCore:
         """
         self._draining = True
         waiting = [request for request in self.requests.values() if not request.num_output_tokens
-                   and request.state in (RequestState.WAITING, RequestState.LOADING)]
+                   and request.state in (RequestState.WAITING, RequestState.LOADING, RequestState.RETRYING)]
         for request in waiting:
             self._close(request, FinishReason.ERROR, error=f"engine {self.engine_id} is being stopped; retry", retry=True)
         return len(waiting)
@@ -329,18 +262,12 @@ class EngineCore:
             raise EngineDeadError(self._dead) from error
         answered_s = self._clock()
         self._retire(command, results)
-        self._account(began_s, sent_s, answered_s, max(result.device_s for result in results))
+        self._tally.add_times(began_s=began_s, sent_s=sent_s, answered_s=answered_s, ended_s=self._clock(),
+                              rank_s=max(result.device_s for result in results))
         overdue = self.cache.overdue_transfers()
         if overdue:
             self._die(self._overdue_reason(overdue))
             raise EngineDeadError(self._dead)
-
-    def _account(self, began_s: float, sent_s: float, answered_s: float, rank_s: float) -> None:
-        seconds = self._step_seconds
-        seconds["schedule"] += sent_s - began_s
-        seconds["rank"] += rank_s
-        seconds["wire"] += max(answered_s - sent_s - rank_s, 0.0)
-        seconds["retire"] += self._clock() - answered_s
 
     def _overdue_reason(self, overdue: Sequence[tuple[int, int]]) -> str:
         """Never success: the blocks of these copies stay pinned until the workers' processes are gone."""
@@ -359,8 +286,7 @@ class EngineCore:
                 continue
             request.computed = max(request.computed, chunk.first_position + len(chunk.token_ids))
             computed[chunk.request_id] = request.computed
-        seats = {chunk.seat: chunk.request_id for chunk in command.chunks}
-        self._count(results, seats)
+        self._tally.add_step(results, {chunk.seat: self.requests.get(chunk.request_id) for chunk in command.chunks})
         self.cache.retire(command.step, computed)
         events = self.connectors.update([result.kv for result in results])
         for chunk in command.chunks:
@@ -373,50 +299,24 @@ class EngineCore:
                     self.cache.unpin_indexer([block])
         self._apply(events)
 
-    def _count(self, results: list[StepResult], seats: Mapping[int, str]) -> None:
-        output = next((result.kv.get("hisparse") for result in results if result.rank == 0), None)
-        if output is None:
-            return
-        self._totals = self._totals + output.stats
-        if output.index_groups:
-            self._by_group += np.array(output.index_groups)
-        for seat, stats in output.request_stats.items():
-            request = self.requests.get(seats.get(seat, ""))
-            if request is not None:
-                request.resolve = request.resolve + stats
-
     def _accept(self, request: Request, token: SampledToken) -> None:
         request.token_ids.append(token.token_id)
         request.new_tokens.append(token)
         is_first = request.first_token_s is None
         if is_first:
             request.first_token_s = self._clock() - request.arrived_s
-        self._generated += 1
+        self._tally.generated += 1
         if request.recomputes:
             self.load_failures.end(request.name)
         self.cache.extend(request.request_id, [token.token_id])
         if request.do_remote_decode:
             self._hold(request)
             return
-        sampling = request.sampling
-        reason: FinishReason | None = None
-        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        if token.token_id in sampling.stop_token_ids or (token.token_id in eos and not sampling.ignore_eos):
-            reason = FinishReason.STOP
-        text = ""
-        detokenizer = self._detokenizers.get(request.name)
-        if detokenizer is not None and reason is None:
-            text = detokenizer.push([token.token_id])
-            if detokenizer.stopped is not None:
-                reason = FinishReason.STOP
-        if reason is None and request.num_output_tokens >= sampling.max_tokens:
-            reason = FinishReason.LENGTH
-        if detokenizer is not None and reason is not None:
-            text += detokenizer.finish()
+        text, reason = self._outputs.accept(request, token)
         if reason is not None:
             self._close(request, reason, text=text)
         else:
-            self._emit(request, text, with_timeline=is_first)
+            self._outputs.emit(request, text, with_timeline=is_first)
 
     # ------------------------------------------------------------------------------------------- loads and leases
     def _apply(self, events: LoadEvents) -> None:
@@ -445,7 +345,7 @@ class EngineCore:
 
     def _count_failure(self, request: Request) -> None:
         request.import_failures += 1
-        self._import_failures += 1
+        self._tally.import_failures += 1
 
     def _decide(self, request: Request) -> Recovery:
         """What is here already need not be computed, and does not count against the budget."""
@@ -457,7 +357,7 @@ class EngineCore:
         if recovery is Recovery.RETRY:
             self.scheduler.remove(request)
             request.state = RequestState.RETRYING
-            self._outputs.append(RequestOutput(request_id=request.name, retry_prefill=problem))
+            self._outputs.ask_for_prefill(request, problem)
         elif recovery is Recovery.RECOMPUTE:
             request.recomputes = True
             if request not in self.scheduler.waiting:
@@ -489,7 +389,7 @@ class EngineCore:
         params = self.pd.grant(request.request_id, pages, generations, prompt_digest=self._digest(request, pages.num_tokens))
         request.state = RequestState.HELD
         self._leases[request.request_id] = request
-        self._emit(request, "", finish=FinishReason.STOP, params=params)
+        self._outputs.emit(request, "", finish=FinishReason.STOP, params=params)
 
     def _digest(self, request: Request, num_tokens: int) -> str:
         """Of the prompt's first tokens: prefill and decode must mean the same ones."""
@@ -506,26 +406,6 @@ class EngineCore:
                 self._forget(request, "lease ended")
 
     # ------------------------------------------------------------------------------------------- outputs
-    def _emit(self, request: Request, text: str, *, finish: FinishReason | None = None,
-              params: Mapping[str, Any] | None = None, with_timeline: bool = False, retry: bool = False) -> None:
-        new, request.new_tokens = request.new_tokens, []
-        self._outputs.append(RequestOutput(
-            request_id=request.name, new_token_ids=tuple(token.token_id for token in new), new_text=text,
-            logprobs=self._scored(request, new), finish_reason=finish,
-            error=request.error, stats=request.stats() if finish is not None else None, kv_transfer_params=params,
-            retry=retry, timeline=request.timeline() if with_timeline or finish is not None else None,
-        ))
-
-    def _scored(self, request: Request, new: Sequence[SampledToken]) -> tuple[SampledToken, ...]:
-        """Tokens with their log probabilities, as their text leaves: so they tell nothing of a stop string either."""
-        if request.sampling.logprobs is None:
-            return ()
-        request.unscored.extend(new)
-        detokenizer = self._detokenizers.get(request.request_id)
-        count = len(request.unscored) if detokenizer is None else detokenizer.take_released()
-        scored, request.unscored = request.unscored[:count], request.unscored[count:]
-        return tuple(scored)
-
     def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None,
                retry: bool = False) -> None:
         self.connectors.request_closed(request.request_id)
@@ -533,16 +413,16 @@ class EngineCore:
             self.pd.release_unused(request.request_id, reason.value)
         request.spilled_pages = self.cache.spilled_pages(request.request_id)
         self.scheduler.finish(request, reason, error)
-        self._emit(request, text, finish=reason, retry=retry)
+        self._outputs.emit(request, text, finish=reason, retry=retry)
         self._forget(request, reason.value)
 
     def _forget(self, request: Request, reason: str) -> None:
         self._ended.add(request, reason)
         self.requests.pop(request.request_id, None)
         self._renamed.pop(request.name, None)
-        self._detokenizers.pop(request.name, None)
+        self._outputs.close(request)
         self.load_failures.end(request.name)
-        self._finished += 1
+        self._tally.finished += 1
 
     def _die(self, why: str) -> None:
         self._dead = why
@@ -550,13 +430,12 @@ class EngineCore:
             if request.state is RequestState.HELD:  # it had its last output; decode finds out by itself
                 continue
             request.error = f"the engine failed: {why}"
-            self._emit(request, "", finish=FinishReason.ERROR, retry=True)
+            self._outputs.emit(request, "", finish=FinishReason.ERROR, retry=True)
         self.requests.clear()
 
     def take_outputs(self) -> list[RequestOutput]:
         """Increments not yet returned, e.g. the final ones after `step()` raised."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take()
 
     # ------------------------------------------------------------------------------------------- state
     def _has_transfers(self) -> bool:
@@ -570,16 +449,15 @@ class EngineCore:
         counters = self.scheduler.counters
         return EngineStats(
             engine_id=self.engine_id, role=self.config.pd.role, steps=self._step,
-            step_seconds=dict(self._step_seconds), running=len(self.scheduler.running),
+            step_seconds=dict(self._tally.step_seconds), running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._leases),
-            finished=self._finished, preemptions=counters.preemptions, admissions=counters.admissions,
+            finished=self._tally.finished, preemptions=counters.preemptions, admissions=counters.admissions,
             resident_landings=counters.resident_landings, host_landings=counters.host_landings,
-            import_failures=self._import_failures, indexer_loads=counters.indexer_loads,
-            local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._generated,
-            resolve=self._totals, cache=asdict(self.cache.stats()),
+            import_failures=self._tally.import_failures, indexer_loads=counters.indexer_loads,
+            local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._tally.generated,
+            resolve=self._tally.resolve, cache=asdict(self.cache.stats()),
             pd=None if self.pd is None else asdict(self.pd.stats()), draining=self._draining,
-            index_groups=tuple({"layers": list(group.layers), **TierRows(*counts)._asdict()} for group, counts in
-                               zip(self.layout.shape.index_groups, self._by_group.tolist())),
+            index_groups=self._tally.index_groups(),
         )
 
     def residency(self) -> ResidencySample:

@@ -71,7 +71,7 @@ class EndedLog:
 
     def add(self, request: Request, reason: str) -> None:
         self._ended.append(EndedRequest(
-            request.request_id, self._wall_clock(), reason, request.num_prompt_tokens, request.num_output_tokens,
+            request.name, self._wall_clock(), reason, request.num_prompt_tokens, request.num_output_tokens,
             request.cached_tokens or 0, _landing(request), request.preemptions, _rows(request.resolve)))
 
     def newest(self) -> tuple[EndedRequest, ...]:
@@ -154,7 +154,7 @@ class ResidencySample:
 
 def sample_request(request: Request, tiers: RequestTiers | None) -> RequestSample:
     """What the sample keeps of an open request."""
-    return RequestSample(request.request_id, request.state.value, request.num_prompt_tokens, len(request.token_ids),
+    return RequestSample(request.name, request.state.value, request.num_prompt_tokens, len(request.token_ids),
                          _landing(request), request.preemptions, request.resolve, tiers)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hisparse.config import HiSparseConfig, kv_layout
-from hisparse.engine.core import EngineCore, Tokenizer
+from hisparse.engine.core import EngineCore
 from hisparse.engine.executor import LocalExecutor
+from hisparse.engine.protocols import Tokenizer
 from hisparse.pd.connector import PDConnectorScheduler, make_pd_worker
 from hisparse.types import FinishReason, RequestOutput, RequestStats, SampledToken, SamplingParams
 

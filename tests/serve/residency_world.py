@@ -10,8 +10,8 @@ from hisparse.cache.report import RequestTiers
 from hisparse.cache.residency import PageState
 from hisparse.cache.spills import PendingTransfer
 from hisparse.cache.values import CacheStats
-from hisparse.engine.core import EngineStats
 from hisparse.engine.residency import EndedRequest, RequestSample, ResidencySample
+from hisparse.engine.stats import EngineStats
 from hisparse.types import ResolveStats
 
 S = PageState
