@@ -230,6 +230,22 @@ def test_a_retry_finds_the_next_answer(pair: MakeRig, failure: str, release: lis
     rig.drain()
 
 
+def test_a_drain_ends_what_waits_for_a_retry(pair: MakeRig, release: list[Callable[[], None]]) -> None:
+    rig = pair("transfer")
+    core = rig.decode.core
+    FAILURES["transfer"][0](rig)
+    client = Client(rig, "victim", retries=2)
+    client.until(lambda: client.turn() or (client.attempts == 1 and client.wanted))
+    assert set(core.requests) == {"victim"} and not core.scheduler.num_live
+    assert core.drain() == 1 and not core.requests
+    (last,) = core.take_outputs()
+    assert last.finish_reason is FinishReason.ERROR and last.retry and "is being stopped; retry" in str(last.error)
+    core.resume("victim", prefill_failed="too late")
+    assert not core.requests and not core.take_outputs()
+    heal(rig, release)
+    rig.drain()
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("failure", ["silent", "peer_gone", "blocked"])
 def test_retries_are_bounded_and_the_policy_follows(pair: MakeRig, failure: str, policy: str,
