@@ -123,9 +123,11 @@ def test_no_color_on_a_terminal() -> None:
 def test_ctrl_c_is_quiet(arguments: tuple[str, ...]) -> None:
     """As a terminal sends it: to every process of the command."""
     children: set[int] = set()
-    with subprocess.Popen([sys.executable, "-c", "import sys; from hisparse.cli import main; print('up', flush=True); main()",
-                           *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as process:
+    # Whoever runs these tests in the background of a shell has told them to ignore SIGINT, and Python keeps to that.
+    start = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hisparse.cli import main; "
+             "print('up', flush=True); main()")
+    with subprocess.Popen([sys.executable, "-c", start, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "up\n"
             for _ in range(100):  # a signal before Python is ready for it would be lost or shown
