@@ -63,7 +63,7 @@ def _transport(name: str, setting: Setting):  # type: ignore[no-untyped-def]
         os.environ["UCX_TLS"] = setting.tls
     from hisparse.pd.nixl import NixlTransport
 
-    return NixlTransport(name, error_mode=setting.error_mode)
+    return NixlTransport(name, error_mode=setting.error_mode, threads=0)
 
 
 def read(pipe: Connection, far: Connection, setting: Setting, pages: int, repeats: int) -> None:

@@ -92,14 +92,16 @@ class PDConnectorWorker:
         self._rank, self._incarnation = rank, incarnation
         memory = LocalMemory(layout, cache, host_pool)
         self._stream = stream = ImportStream(streams or Streams(cache.device))
-        make = make_transport or transport_factory(config.transport)
+        serves_only = config.role == "prefill"  # imports nothing, so it needs neither threads nor staging worth the memory
+        threads = 0 if serves_only or memory.on_cuda else None
+        if config.transfer_threads is not None and not serves_only:
+            threads = config.transfer_threads
+        make = make_transport or transport_factory(config.transport, threads)
 
         def make_transport_here(name: str) -> Transport:
             if memory.on_cuda:
                 _use_device(cache.device)
             return make(name)
-
-        serves_only = config.role == "prefill"  # imports nothing, so it needs no staging worth the memory
 
         def make_importer(transport: Transport) -> Importer:
             return Importer(memory, transport, rank=rank, host_writer=host_writer,
@@ -162,13 +164,17 @@ def _use_device(device: torch.device) -> None:
     torch.cuda.current_stream().query()
 
 
-def transport_factory(kind: str) -> Callable[[str], Transport]:
-    """Agent name -> Transport of the configured kind; nixl is imported on first use, on the calling thread."""
+def transport_factory(kind: str, threads: int | None = None) -> Callable[[str], Transport]:
+    """Agent name -> Transport of the configured kind; nixl is imported on first use, on the calling thread.
+
+    Args:
+        threads: see `NixlTransport`; None = its default.
+    """
     def make(name: str) -> Transport:
         if kind == "nixl":
-            from hisparse.pd.nixl import NixlTransport
+            from hisparse.pd.nixl import READ_THREADS, NixlTransport
 
-            return NixlTransport(name)
+            return NixlTransport(name, threads=READ_THREADS if threads is None else threads)
         from hisparse.pd.loopback import LoopbackTransport
 
         return LoopbackTransport(name)

@@ -238,9 +238,9 @@ class Prefill:
 
         def make(name: str) -> Transport:
             if case.transport == "nixl":
-                from hisparse.pd.nixl import NixlTransport
+                from hisparse.pd.nixl import READ_THREADS, NixlTransport
 
-                self.last = CutTransport(NixlTransport(name))
+                self.last = CutTransport(NixlTransport(name, threads=READ_THREADS if self.setup.device == "cpu" else 0))
             else:
                 kind = LoopbackTransport if case.transport == "loopback" else InstantTransport
                 self.last = kind(name, network=self._network)
