@@ -313,6 +313,8 @@ def _named(report: Mapping[str, Any]) -> set[str]:
     """Ids of the requests that a report lists."""
     return {*(item["id"] for item in report["requests"]), *(item[0] for item in report["pending"]),
             *(item["request_id"] for name in ("landings", "ended") for item in report[name])}
+
+
 def _open_work(core: Core) -> dict[str, int]:
     """What a drain waits for, by kind; {} = nothing."""
     if not core.has_work():

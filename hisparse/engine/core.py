@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # the executor's module loads models; the scheduler's process
     from hisparse.engine.executor import Executor
 
 
-
 class EngineCore:
     """Owns every logical decision of one replica.
 
