@@ -54,19 +54,17 @@ __device__ inline float exp2_of(float x) {
 
 __device__ inline float bits_to_float(u32 x) { return __uint_as_float(x); }
 
-// (low, high) -> two halves of the format that latents and probabilities have.
-__device__ inline u32 pack(float low, float high) {
-    u32 v;
-    if (FP8)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-}
-
 __device__ inline u32 pack_bf16(float low, float high) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+
+// (low, high) -> two halves of the format that latents and probabilities have.
+__device__ inline u32 pack(float low, float high) {
+    if (!FP8) return pack_bf16(low, high);
+    u32 v;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
 

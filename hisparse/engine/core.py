@@ -57,7 +57,6 @@ class EngineCore:
                  pd: PDConnector | None = None, tokenizer: Tokenizer | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.executor, self.engine_id, self.pd = config, executor, engine_id, pd
-        self.tokenizer = tokenizer
         self._clock = clock
         self.layout = kv_layout(config)
         role = config.pd.role

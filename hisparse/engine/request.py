@@ -25,7 +25,7 @@ class RequestState(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """Mutable; the scheduler is its only writer, except `text_*` (the engine core)."""
+    """Mutable; written by the engine core, its scheduler and its outputs alone."""
 
     request_id: str
     """Names it towards cache, connectors and ranks. It changes when an import cannot be ended: see `EngineCore`."""
