@@ -160,10 +160,18 @@ def test_ranks_share_a_pool(tmp_path: Path) -> None:
 
 
 # ---- batches, and rows for an attention of one's own
-def test_a_batch_on_cuda_takes_one_row_of_a_seat() -> None:
-    with pytest.raises(hs.InvariantError, match=r"several of seats \[3\]; split it"):
-        hs.RowBatch.build([3, -1, 1, 3, -1], [5, 0, 6, 6, 0], device="cuda")
-    assert hs.RowBatch.build([3, 3], [5, 6]).num_rows == 2, "the reference resolves the union of a seat's rows"
+def test_a_decode_batch_is_so_many_rows_of_each_of_its_seats() -> None:
+    assert hs.RowBatch.build([3, 3, -1, -1, 1, 1], [5, 6, 0, 0, 8, 9], rows_per_request=2).num_rows == 6
+    for seats, rows, message in (
+        ([3, -1, 1, 3, -1], 1, r"takes 1 row of a seat, got several requests of seats \[3\]; .* rows_per_request"),
+        ([3, 3, 1, 1, 3, 3], 2, r"takes 2 rows of a seat, got several requests of seats \[3\]"),
+        ([3, 1, 1, 3], 2, r"the 2 rows of a request must share a seat .*, got seats \[3, 1\]"),
+        ([3, -1], 2, r"must share a seat .*, got seats \[3, -1\]"),
+        ([3, 3, 1], 2, "3 rows are no multiple of rows_per_request = 2"),
+        ([3], 0, "no multiple of rows_per_request = 0"),
+    ):
+        with pytest.raises(hs.InvariantError, match=message):
+            hs.RowBatch.build(seats, range(len(seats)), rows_per_request=rows)
 
 
 def test_gather_takes_each_entry_from_its_tier() -> None:

@@ -25,6 +25,8 @@ class RowBatch:
         prefill_seat: the rows are consecutive positions of this one seat; history that is not resident is gathered from host
             memory, and the hot region is not used. None = a decode batch.
         plain_tables: every page of every row's context is resident, so block tables alone resolve it.
+        rows_per_request: of a decode batch: consecutive rows that share a seat (or are padding), as the verification of drafts
+            has them; `num_rows` is a multiple of it. No seat occurs in two requests.
         status: int32 [4] on the device, where operations report what is wrong; None = they raise InvariantError (CPU).
         plans: resolution of each index group's leader in this forward, for its followers. Written by HiSparseRuntime.
     """
@@ -35,6 +37,7 @@ class RowBatch:
     max_len: int
     prefill_seat: int | None = None
     plain_tables: bool = False
+    rows_per_request: int = 1
     status: Tensor | None = None
     plans: dict[int, Any] = field(default_factory=dict)
     prefetched: dict[int, Mark] = field(default_factory=dict)
@@ -56,29 +59,29 @@ class RowBatch:
         writes: bool | Sequence[bool] = True,
         is_prefill: bool = False,
         plain_tables: bool = False,
+        rows_per_request: int = 1,
         device: str = "cpu",
         status: Tensor | None = None,
     ) -> RowBatch:
         """From Python numbers, which on CUDA are uploaded: not inside a graph.
 
-        Example: `RowBatch.build([3] * 4, range(8, 12), is_prefill=True)` is a chunk of four tokens of seat 3.
+        Examples: `RowBatch.build([3] * 4, range(8, 12), is_prefill=True)` is a chunk of four tokens of seat 3;
+        `RowBatch.build([3, 3, 5, 5], [8, 9, 20, 21], rows_per_request=2)` verifies one draft of each of two requests.
         Raises:
-            InvariantError: lengths differ, a prefill batch is not consecutive rows of one seat, or a decode batch on CUDA has
-                several rows of one seat (its kernel would take each for a request of its own).
+            InvariantError: lengths differ, a prefill batch is not consecutive rows of one seat, or a decode batch is not
+                `rows_per_request` rows of each of its seats.
         """
         n = len(seats)
         flags = [writes] * n if isinstance(writes, bool) else list(writes)
         if len(positions) != n or len(flags) != n:
             raise InvariantError(f"a batch of {n} seats has {len(positions)} positions and {len(flags)} write flags")
-        if is_prefill and (len(set(seats)) != 1 or list(positions) != list(range(positions[0], positions[0] + n))):
+        if not is_prefill:
+            _check_requests(list(seats), rows_per_request)
+        elif len(set(seats)) != 1 or list(positions) != list(range(positions[0], positions[0] + n)):
             raise InvariantError(
                 "a prefill batch must be consecutive positions of one seat, got "
                 f"seats {sorted(set(seats))}, positions {positions[0]}..{positions[-1]}"
             )
-        live = [seat for seat in seats if seat >= 0]
-        if not is_prefill and not plain_tables and torch.device(device).type == "cuda" and len(set(live)) < len(live):
-            twice = sorted({seat for seat in live if live.count(seat) > 1})
-            raise InvariantError(f"a decode batch on CUDA takes one row of a seat, got several of seats {twice}; split it")
         return cls(
             seats=torch.tensor(list(seats), dtype=torch.int32, device=device),
             positions=torch.tensor(list(positions), dtype=torch.int64, device=device),
@@ -86,6 +89,7 @@ class RowBatch:
             max_len=max(positions, default=-1) + 1,
             prefill_seat=seats[0] if is_prefill else None,
             plain_tables=plain_tables,
+            rows_per_request=rows_per_request,
             status=status,
         )
 
@@ -102,9 +106,35 @@ class RowBatch:
         """int64 [n]: positions + 1, the tokens each row may attend to."""
         return self.once("context_len", lambda: self.positions + 1)
 
+    def fits(self) -> Tensor:
+        """bool [n]: rows whose selection had room in the hot region of every group so far. Call it after the last layer.
+
+        Only a later row of a request can be False: it attended to nothing, and no token of it may be accepted. A first row
+        without room is an error. Stream: the current one; capture-safe.
+        """
+        plans = [plan.fits for plan in self.plans.values()]
+        return torch.stack(plans).all(0) if plans else torch.ones_like(self.writes)
+
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that layers share: made by the first who asks."""
         found = self._shared.get(name)
         if found is None:
             found = self._shared[name] = make()
         return found
+
+
+def _check_requests(seats: list[int], rows: int) -> None:
+    """The kernel takes each `rows` rows for a request of its own, whose slots nobody else changes in this launch."""
+    if rows < 1 or len(seats) % rows:
+        raise InvariantError(f"{len(seats)} rows are no multiple of rows_per_request = {rows}")
+    requests = [seats[i : i + rows] for i in range(0, len(seats), rows)]
+    mixed = next((request for request in requests if len(set(request)) > 1), None)
+    if mixed is not None:
+        raise InvariantError(f"the {rows} rows of a request must share a seat (or all be padding), got seats {mixed}")
+    firsts = [request[0] for request in requests if request[0] >= 0]
+    twice = sorted({seat for seat in firsts if firsts.count(seat) > 1})
+    if twice:
+        raise InvariantError(
+            f"a decode batch takes {rows} row{'s' * (rows > 1)} of a seat, got several requests of seats {twice}; put a seat's "
+            "rows side by side and say how many with rows_per_request, or split the batch"
+        )

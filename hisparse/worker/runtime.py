@@ -132,6 +132,7 @@ class HiSparseRuntime:
             row_offset=row_offset,
             rows=self._cache.rows,
             host_rows=self._host.device_rows(self.leader),
+            rows_per_request=batch.rows_per_request,
             status=batch.status,
         )
         if batch.status is None and not bool(found.fits.all()):

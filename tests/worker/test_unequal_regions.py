@@ -166,7 +166,7 @@ def test_a_verification_row_fits_by_its_own_group() -> None:
     bench = Bench(5)
     bench.resize(1, dict(enumerate(START)))
     for item, group in zip(bench.alone, bench.layout.shape.index_groups, strict=True):
-        batch = RowBatch.build([1, 1], [TOKENS - 2, TOKENS - 1], writes=False)
+        batch = RowBatch.build([1, 1], [TOKENS - 2, TOKENS - 1], writes=False, rows_per_request=2)
         topk = torch.arange(12, dtype=torch.int32).view(2, 6)
         want = item.resolve(topk, batch)
         bench.rig.handles[group.leader].attend(torch.zeros(2, HEADS, 12), topk, batch, 0.3)

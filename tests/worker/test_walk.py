@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.layout import IndexGroup
 from hisparse.types import AckKind, Fence, HotRows, PageRestore, SeatReset, SparseKVPageTransfer
 from hisparse.worker import RowBatch
 from tests.worker.rig import BLOCK, HEADS, Rig, dense_attention, make_layout
@@ -61,9 +62,8 @@ class World:
         self.truth = torch.full(shape, float("nan"))
         self.next_id = 1
         self.generator = torch.Generator().manual_seed(seed)
-        self.seen = dict.fromkeys(
-            ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows", "spilled_pages", "fences"), 0
-        )
+        self.seen = dict.fromkeys(("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows",
+                                   "spilled_pages", "fences", "refused"), 0)
 
     def pause(self) -> None:
         self.rig.worker.copies.pause()
@@ -186,9 +186,10 @@ class World:
                     elif r.random() < 0.3:
                         self.bring_back(seat)
         chunks, decodes, mirrors = [], [], {}
+        rows = r.choice([1, 1, 2, 3])  # of a request: with drafts to verify, or without
         for seat, life in self.lives.items():
             prefill = not life.tokens or r.random() < 0.15
-            count = r.randint(2, 11) if prefill else 1
+            count = r.randint(2, 11) if prefill else rows
             first = life.tokens
             (chunks if prefill else decodes).append((seat, first, count))
             life.tokens += count
@@ -227,9 +228,10 @@ class World:
             batch = RowBatch.build([seat] * count, range(first, first + count), is_prefill=True, device=self.device)
             self.forward(batch)
         if decodes:
-            pad = r.random() < 0.5
-            seats = [s for s, _, _ in decodes] + [-1] * pad
-            self.forward(RowBatch.build(seats, [f for _, f, _ in decodes] + [0] * pad, device=self.device))
+            pad = rows if r.random() < 0.5 else 0
+            seats = [s for s, _, _ in decodes for _ in range(rows)] + [-1] * pad
+            positions = [f + i for _, f, _ in decodes for i in range(rows)] + [0] * pad
+            self.forward(RowBatch.build(seats, positions, rows_per_request=rows, device=self.device))
         if run_copies:
             timer.join()
             copies.drain(20)
@@ -245,6 +247,7 @@ class World:
     def forward(self, batch: RowBatch) -> None:
         """Appends random rows in every layer and attends, with one top-k per index group; compares with dense."""
         n, elems = batch.num_rows, self.layout.row.row_elems
+        fit_in_all = torch.ones(n, dtype=torch.bool)
         seats, positions, context_len = batch.seats.cpu(), batch.positions.cpu(), batch.context_len.cpu()
         for group in self.layout.shape.index_groups:
             spread = int(context_len.max()) + 3
@@ -257,10 +260,26 @@ class World:
                 self.rig.handles[layer].append(rows.to(self.device), batch)
                 q = torch.randn(n, HEADS, elems, generator=self.generator)
                 got = self.rig.handles[layer].attend(q.to(self.device), topk.to(self.device), batch, 0.3)
-                context = torch.where(seats >= 0, context_len, 0)
+                fits = self.fitting(group, topk, batch)
+                fit_in_all &= fits
+                context = torch.where((seats >= 0) & fits, context_len, 0)
                 latent_dim = self.layout.row.latent_dim
                 want = dense_attention(q, self.truth[seats.clamp(min=0).long(), layer], topk, context, 0.3, latent_dim)
                 torch.testing.assert_close(got.cpu().double(), want, atol=self.atol, rtol=self.rtol)
+        assert batch.fits().tolist() == fit_in_all.tolist()
+
+    def fitting(self, group: IndexGroup, topk: torch.Tensor, batch: RowBatch) -> torch.Tensor:
+        """bool [n]: rows that are not refused. Only a later row of a request may be, whose rows its region cannot hold."""
+        fits = batch.plans[self.layout.shape.index_groups.index(group)].fits.cpu()
+        hot_group = self.layout.layer_group[group.leader]
+        for i in (~fits).nonzero().flatten().tolist():
+            seat, first = int(batch.seats[i]), i - i % batch.rows_per_request
+            life, context = self.lives[seat], batch.context_len.cpu()
+            absent = {p for row in range(first, i + 1) for p in topk[row].tolist()
+                      if 0 <= p < int(context[row]) and not life.resident[p // BLOCK][hot_group]}
+            assert i > first and len(absent) > life.hot_rows, (seat, absent, life.hot_rows)
+            self.seen["refused"] += 1
+        return fits
 
     def take(self, output) -> None:
         for name in self.seen:

@@ -28,6 +28,7 @@ def resolve(
     row_offset: int,
     rows: Tensor,
     host_rows: Tensor,
+    rows_per_request: int = 1,
     status: Tensor | None = None,
     out_row_ids: Tensor | None = None,
     out_valid: Tensor | None = None,
@@ -42,6 +43,7 @@ def resolve(
         state: of this index group; changed in place.
         rows_per_block, row_offset: geometry of the leader's layer. rows: [device rows, row_elems], changed in place.
         host_rows: [host blocks * block_size, row_elems] of the leader's layer.
+        rows_per_request: not read here, where rows of one seat may stand anywhere; kernels need them side by side.
         status: not written here; kernels report NO_PAGE, NO_HOT_BLOCK and NO_FIT in it where this (or its caller) raises.
         out_row_ids: int [n, k], out_valid: int [n]: written completely if given.
     Returns:
