@@ -11,27 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from hisparse.errors import ProtocolError
+from hisparse.pd.narrow import HEADER_BYTES, WIDTHS, narrow, widen
 
 MAX_ID_CHARS = 256
 
 
-def pack_array(values: npt.NDArray[Any], dtype: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values.astype(dtype)).tobytes()).decode()
+def pack_array(values: npt.NDArray[Any]) -> str:
+    """int64 or uint64 [n] as text, see `narrow`."""
+    return base64.b64encode(narrow(values)).decode()
 
 
-def unpack_array(text: Any, dtype: str, count: int, what: str) -> npt.NDArray[Any]:
+def unpack_array(text: Any, count: int, what: str) -> npt.NDArray[np.uint64]:
     if not isinstance(text, str):
         raise ProtocolError(f"{what} must be a base64 string, got {type(text).__name__}")
-    item = np.dtype(dtype).itemsize
-    if len(text) > 4 * (count * item + 2):
+    if len(text) > 4 * (count * max(WIDTHS) + HEADER_BYTES + 2):
         raise ProtocolError(f"{what} is too long for {count} pages")
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ProtocolError(f"{what} is not base64: {error}") from error
-    if len(raw) != count * item:
-        raise ProtocolError(f"{what} covers {len(raw) / item:g} pages, expected {count}")
-    return np.frombuffer(raw, dtype)
+    return widen(raw, count, what)
 
 
 def read_mapping(value: Any, what: str) -> Mapping[str, Any]:

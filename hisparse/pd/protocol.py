@@ -2,7 +2,7 @@
 
 Everything is JSON and base64, no pickle; nothing behind the fingerprint is decoded before the fingerprint matches: that of
 the peer's layout, rebuilt here from the block size and number of groups it names (`hisparse.pd.paging`).
-Page lists are packed little-endian arrays; generations are absolute uint64; durations are relative seconds.
+Page lists are packed arrays (`hisparse.pd.narrow`); generations are absolute uint64; durations are relative seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hisparse.errors import ProtocolError
 from hisparse.layout import KVCacheLayout
@@ -27,10 +26,10 @@ from hisparse.pd.endpoint import (
     encode_endpoint,
 )
 from hisparse.pd.fields import pack_array, read_hex64, read_int, read_mapping, read_text, unpack_array
-from hisparse.pd.pages import PageTable
+from hisparse.pd.pages import Generations, PageTable
 from hisparse.pd.paging import Fingerprint, Paging, PeerLayouts
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_NOTICE_BYTES = 4096
 MAX_LEASE_S = 86_400.0
 MAX_BLOCK_SIZE = 1 << 16
@@ -71,13 +70,13 @@ def encode_params(*, layout: KVCacheLayout, fingerprint: str, engine_id: str, in
         "engine_id": engine_id, "incarnation": f"{incarnation:016x}", "lease_id": lease_id, "lease_s": float(lease_s),
         "num_tokens": num_tokens, "prompt": prompt_digest, "tp": len(endpoints),
         "pages": {
-            "indexer": pack_array(table.indexer, "<i4"), "resident": [pack_array(row, "<i4") for row in table.resident],
-            "host": pack_array(table.host, "<i4"),
+            "indexer": pack_array(table.indexer), "resident": [pack_array(row) for row in table.resident],
+            "host": pack_array(table.host),
         },
         "generations": {
-            "indexer": pack_array(table.indexer_generations, "<u8"),
-            "resident": [pack_array(row, "<u8") for row in table.resident_generations],
-            "host": pack_array(table.host_generations, "<u8"),
+            "indexer": pack_array(table.indexer_generations),
+            "resident": [pack_array(row) for row in table.resident_generations],
+            "host": pack_array(table.host_generations),
         },
         "ranks": [encode_endpoint(endpoint) for endpoint in endpoints],
     }
@@ -138,22 +137,21 @@ def _decode_table(params: Mapping[str, Any], layout: KVCacheLayout, num_pages: i
     pages, gens = read_mapping(params.get("pages"), "pages"), read_mapping(params.get("generations"), "generations")
     groups = layout.num_resident_groups
 
-    def rows(source: Mapping[str, Any], what: str, dtype: str) -> npt.NDArray[Any]:
+    def rows(source: Mapping[str, Any], what: str) -> Generations:
         lists = source.get("resident")
         if not isinstance(lists, list) or len(lists) != groups:
             raise ProtocolError(f"{what}.resident must list {groups} resident groups, got "
                                 + (f"{len(lists)}" if isinstance(lists, list) else type(lists).__name__))
-        out = [unpack_array(item, dtype, num_pages, f"{what}.resident[{g}]") for g, item in enumerate(lists)]
-        return np.stack(out) if out else np.zeros((0, num_pages), dtype)
+        out = [unpack_array(item, num_pages, f"{what}.resident[{g}]") for g, item in enumerate(lists)]
+        return np.stack(out) if out else np.zeros((0, num_pages), np.uint64)
 
     return PageTable(
-        indexer=unpack_array(pages.get("indexer"), "<i4", num_pages, "pages.indexer").astype(np.int64),
-        resident=rows(pages, "pages", "<i4").astype(np.int64),
-        host=unpack_array(pages.get("host"), "<i4", num_pages, "pages.host").astype(np.int64),
-        indexer_generations=unpack_array(
-            gens.get("indexer"), "<u8", num_pages, "generations.indexer").astype(np.uint64),
-        resident_generations=rows(gens, "generations", "<u8").astype(np.uint64),
-        host_generations=unpack_array(gens.get("host"), "<u8", num_pages, "generations.host").astype(np.uint64))
+        indexer=unpack_array(pages.get("indexer"), num_pages, "pages.indexer").view(np.int64),
+        resident=rows(pages, "pages").view(np.int64),
+        host=unpack_array(pages.get("host"), num_pages, "pages.host").view(np.int64),
+        indexer_generations=unpack_array(gens.get("indexer"), num_pages, "generations.indexer"),
+        resident_generations=rows(gens, "generations"),
+        host_generations=unpack_array(gens.get("host"), num_pages, "generations.host"))
 
 
 def _check_table(table: PageTable, endpoints: Sequence[RankEndpoint]) -> None:

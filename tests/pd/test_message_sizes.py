@@ -1,4 +1,4 @@
-"""What a 2,048-page import sends from actor to actor: small beside the pages, and the same after the journey."""
+"""What a large import sends from actor to actor: small beside the pages, and the same after the journey."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from hisparse.pd.protocol import encode_params
 from hisparse.types import ImportTarget, Landing, PageGenerations, RequestPages, StepCommand
 from tests.test_layout import GLM52, V32
 
-PAGES, LIMIT_BYTES = 2048, 1_000_000
+LIMIT_BYTES = 1_000_000
 DEVICE_BLOCKS, HOST_BLOCKS = 200_000, 40_000
 
 
-def table(groups: int, seed: int, *, incarnation: int) -> tuple[RequestPages, PageGenerations]:
+def table(groups: int, pages: int, seed: int, *, incarnation: int) -> tuple[RequestPages, PageGenerations]:
     """Blocks anywhere in the pools, each reused up to a million times."""
     rng = np.random.default_rng(seed)
 
     def ids(limit: int) -> tuple[int, ...]:
-        return tuple((rng.permutation(limit - 1)[:PAGES] + 1).tolist())
+        return tuple((rng.permutation(limit - 1)[:pages] + 1).tolist())
 
     def gens() -> tuple[int, ...]:
-        return tuple(incarnation + count for count in rng.integers(0, 1_000_000, PAGES).tolist())
+        return tuple(incarnation + count for count in rng.integers(0, 1_000_000, pages).tolist())
 
-    pages = RequestPages(
-        first_page=0, num_tokens=PAGES * 64 - 5, indexer_blocks=ids(DEVICE_BLOCKS),
+    request = RequestPages(
+        first_page=0, num_tokens=pages * 64 - 5, indexer_blocks=ids(DEVICE_BLOCKS),
         resident_blocks=tuple(ids(DEVICE_BLOCKS) for _ in range(groups)), host_blocks=ids(HOST_BLOCKS))
-    return pages, PageGenerations(indexer=gens(), resident=tuple(gens() for _ in range(groups)), host=gens())
+    return request, PageGenerations(indexer=gens(), resident=tuple(gens() for _ in range(groups)), host=gens())
 
 
-@pytest.mark.parametrize(("model", "groups"), [(GLM52, None), (V32, None), (GLM52, 20)], ids=["glm52", "v32", "glm52-20"])
-def test_an_import_of_2048_pages_is_planned_in_less_than_1_mb(model: dict[str, object], groups: int | None) -> None:
+@pytest.mark.parametrize(("model", "groups", "pages"), [
+    (GLM52, None, 2048), (V32, None, 2048), (V32, 50, 2048), (GLM52, None, 8192)],
+    ids=["glm52", "v32", "v32-50-groups", "glm52-512k-tokens"])
+def test_an_import_is_planned_in_less_than_1_mb(model: dict[str, object], groups: int | None, pages: int) -> None:
     layout = KVCacheLayout.build(ModelShape.from_hf_config(model), block_size=64, dtype="bfloat16", num_groups=groups)
-    source, generations = table(layout.num_resident_groups, 1, incarnation=0xFEDC_BA98_7654_0000)
+    source, generations = table(layout.num_resident_groups, pages, 1, incarnation=0xFEDC_BA98_7654_0000)
     endpoints = tuple(RankEndpoint(
         rank=rank, agent=agent_name("prefill-1", 7, rank), metadata=bytes(450),
         regions=local_regions(layout, device_address=1 << 40, num_device_blocks=DEVICE_BLOCKS, host_address=1 << 46,
@@ -50,13 +52,13 @@ def test_an_import_of_2048_pages_is_planned_in_less_than_1_mb(model: dict[str, o
         layout=layout, fingerprint=layout.fingerprint(), engine_id="prefill-1", incarnation=7, lease_id="l-1", lease_s=30.0,
         num_tokens=source.num_tokens, prompt_digest="d" * 64, endpoints=endpoints, table=table_of(source, generations))
     assert len(pickle.dumps(params)) < LIMIT_BYTES
-    destination, _ = table(layout.num_resident_groups, 2, incarnation=1)
+    destination, _ = table(layout.num_resident_groups, pages, 2, incarnation=1)
     decode = PDConnectorScheduler(layout, PDConfig(role="decode"), engine_id="decode-1", incarnation=9, num_ranks=8)
     decode.add_remote("r", params)
     assert decode.choose_landing("r", False, True) is Landing.HOST
     decode.start_import("r", ImportTarget(landing=Landing.HOST, pages=destination))
     sent = pickle.dumps(StepCommand(step=1, kv={"pd": decode.build_metadata(1)}))
-    assert len(sent) < LIMIT_BYTES < PAGES * layout.host_block_bytes // 100
+    assert len(sent) < LIMIT_BYTES < pages * layout.host_block_bytes // 100
     (got,) = pickle.loads(sent).kv["pd"].imports
     assert_equal(got.source, table_of(source, generations))
     assert_equal(got.destination, table_of(destination))
@@ -87,7 +89,7 @@ def test_every_table_arrives_as_it_was_sent(ids: list[int], generations: list[in
 
 
 def test_a_slice_sends_its_own_pages_only() -> None:
-    pages, generations = table(4, 3, incarnation=1 << 62)
+    pages, generations = table(4, 2048, 3, incarnation=1 << 62)
     whole = table_of(pages, generations)
     part = whole.slice(100, 110)
     assert_equal(pickle.loads(pickle.dumps(part)), part)

@@ -57,18 +57,23 @@ def test_round_trip_through_json() -> None:
     assert kv.pages.host_generations.tolist() == list(generations.host)
 
 
-def packed(values: list[int], dtype: str = "<i4") -> str:
-    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+def packed(values: list[int], least: int = 1, width: int = 4) -> str:
+    """By hand: width, the least value, and what lies above it plus 1."""
+    above = b"".join((value - least + 1 if value else 0).to_bytes(width, "little") for value in values)
+    return base64.b64encode(bytes([width]) + least.to_bytes(8, "little") + above).decode()
 
 
-def unpacked(text: str, dtype: str = "<i4") -> list[int]:
-    return np.frombuffer(base64.b64decode(text), dtype).tolist()
+def unpacked(text: str) -> list[int]:
+    raw = base64.b64decode(text)
+    width, least = raw[0], int.from_bytes(raw[1:9], "little")
+    values = [int.from_bytes(raw[i : i + width], "little") for i in range(9, len(raw), width)]
+    return [value + least - 1 if value else 0 for value in values]
 
 
 def set_page(params: dict[str, Any], name: str, i: int, value: int) -> None:
     ids = unpacked(params["pages"][name])
     ids[i] = value
-    params["pages"][name] = packed(ids)
+    params["pages"][name] = packed([value % (1 << 64) for value in ids], width=8)
 
 
 def region(params: dict[str, Any], name: str, rank: int = 1) -> dict[str, Any]:
@@ -78,8 +83,8 @@ def region(params: dict[str, Any], name: str, rank: int = 1) -> dict[str, Any]:
 Change = Callable[[dict[str, Any]], Any]
 HOSTILE: list[tuple[str, Change, str]] = [
     ("no version", lambda p: p.pop("version"), "version"),
-    ("future version", lambda p: p.update(version=3), "wire version 3"),
-    ("past version", lambda p: p.update(version=1), "wire version 1"),
+    ("future version", lambda p: p.update(version=4), "wire version 4"),
+    ("past version", lambda p: p.update(version=2), "wire version 2"),
     ("version is a bool", lambda p: p.update(version=True), "version"),
     ("other page size than it was", lambda p: p.update(block_size=8), "for its pages of 8 tokens in 2 groups we have"),
     ("page size that does not divide", lambda p: p.update(block_size=6), "pages of 6 tokens, decode 4; one must be a multiple"),
@@ -112,7 +117,14 @@ HOSTILE: list[tuple[str, Change, str]] = [
     ("metadata not base64", lambda p: p["ranks"][0].update(metadata="***"), "base64"),
     ("metadata missing", lambda p: p["ranks"][0].pop("metadata"), "metadata"),
     ("short indexer list", lambda p: p["pages"].update(indexer=packed([1, 2, 3])), "covers 3 pages"),
-    ("half an id", lambda p: p["pages"].update(indexer=base64.b64encode(b"\1" * 19).decode()), "4.75 pages"),
+    ("half an id", lambda p: p["pages"].update(indexer=base64.b64encode(b"\4" * 28).decode()), "4.75 pages"),
+    ("ids of a width that does not exist", lambda p: p["pages"].update(indexer=base64.b64encode(b"\5" * 34).decode()),
+     r"begins with 05 in 34 bytes; expected a width of \(0, 1, 2, 3, 4, 8\)"),
+    ("a list of nothing", lambda p: p["pages"].update(indexer=""), "begins with nothing in 0 bytes"),
+    ("a list that ends in its head", lambda p: p["pages"].update(indexer="AQAA"), "begins with 01 in 3 bytes"),
+    ("generations that wrap", lambda p: p["generations"].update(
+        host=base64.b64encode(b"\1" + ((1 << 64) - 2).to_bytes(8, "little") + b"\3" * 5).decode()),
+     "host has values beyond 64 bits"),
     ("indexer is a list", lambda p: p["pages"].update(indexer=[1, 2, 3, 4, 5]), "base64 string"),
     ("huge list", lambda p: p["pages"].update(host="A" * 1_000_000), "too long"),
     ("a group is missing", lambda p: p["pages"]["resident"].pop(), "2 resident groups"),
@@ -121,8 +133,8 @@ HOSTILE: list[tuple[str, Change, str]] = [
     ("negative host block", lambda p: set_page(p, "host", 0, -1), r"host\[0\] = -1"),
     ("host block out of range", lambda p: set_page(p, "host", 4, 32), r"host\[4\] = 32"),
     ("page in no tier", lambda p: set_page(p, "host", 2, 0), "page 2 neither"),
-    ("generation 0", lambda p: p["generations"].update(indexer=packed([0] * 5, "<u8")), "is 0 for page"),
-    ("short generations", lambda p: p["generations"].update(host=packed([1] * 4, "<u8")), "covers 4 pages"),
+    ("generation 0", lambda p: p["generations"].update(indexer=packed([0] * 5)), "is 0 for page"),
+    ("short generations", lambda p: p["generations"].update(host=packed([1] * 4)), "covers 4 pages"),
     ("no generations", lambda p: p.pop("generations"), "generations"),
     ("region missing", lambda p: p["ranks"][1]["regions"].pop(0), "regions are"),
     ("region twice", lambda p: p["ranks"][1]["regions"].append(region(p, INDEXER)), "regions are|must list"),
@@ -151,7 +163,7 @@ def test_hostile_answer_is_refused_with_what_is_wrong(name: str, change: Change,
 
 def test_nothing_behind_a_foreign_fingerprint_is_decoded() -> None:
     """With another fingerprint every other fault is irrelevant: the message is about the fingerprint."""
-    bad = {"version": 2, "block_size": 4, "num_groups": 2, "fingerprint": "f" * 32, "ranks": object(), "pages": object()}
+    bad = {"version": 3, "block_size": 4, "num_groups": 2, "fingerprint": "f" * 32, "ranks": object(), "pages": object()}
     with pytest.raises(ProtocolError, match="fingerprint"):
         decode(bad)
     for junk in (None, [], "x", 5, {}):
@@ -215,7 +227,7 @@ def test_notices_round_trip_and_junk_is_refused() -> None:
     assert decode_notice(encode_notice(notice)) == notice
     long = decode_notice(encode_notice(Notice(kind="renew", lease_id="x", reason="r" * 9999)))
     assert len(long.reason) == 200
-    for junk in (b"", b"\xff\xfe", b"[]", b'{"v":2}', b'{"v":2,"kind":"release"}', b'{"v":3,"kind":"release","lease":"x"}',
-                 b'{"v":2,"kind":"drop","lease":"x"}', b'{"v":2,"kind":"renew","lease":7}', b"[" * 4000, b"x" * 5000):
+    for junk in (b"", b"\xff\xfe", b"[]", b'{"v":3}', b'{"v":3,"kind":"release"}', b'{"v":2,"kind":"release","lease":"x"}',
+                 b'{"v":3,"kind":"drop","lease":"x"}', b'{"v":3,"kind":"renew","lease":7}', b"[" * 4000, b"x" * 5000):
         with pytest.raises(ProtocolError):
             decode_notice(junk)

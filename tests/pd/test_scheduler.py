@@ -130,7 +130,7 @@ def test_b30_client_gone_before_the_grant_frees_the_pages_at_once() -> None:
 def test_junk_notices_are_counted_and_change_nothing() -> None:
     prefill = Engine("p")
     prefill.grant("p-1")
-    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":2,"kind":"release","lease":"other"}'))])
+    prefill.pd.update([PDOutput(rank=0, incarnation=INC, notices=(b"junk", b'{"v":3,"kind":"release","lease":"other"}'))])
     assert prefill.pd.take_expired() == () and prefill.pd.stats().bad_notices == 1
 
 
