@@ -31,11 +31,14 @@ class CudaWorld(World):
         self.gate.open()
 
 
-@pytest.mark.parametrize(("seed", "num_groups"), [(0, 2), (1, 4), (2, 1)])
-def test_random_life_equals_dense_attention(seed, num_groups):
+@pytest.mark.parametrize(("seed", "num_groups", "drafts"), [(0, 2, False), (1, 4, False), (2, 1, False), (3, 2, True)])
+def test_random_life_equals_dense_attention(seed, num_groups, drafts):
     world = CudaWorld(seed, num_groups)
+    if drafts:
+        world.rows, world.regions = (3,), (8,)
     try:
         live(world)
+        assert world.refused or not drafts
     finally:
         world.gate.open()
         torch.cuda.synchronize()

@@ -39,9 +39,13 @@ class Life:
 
 
 class World:
-    """`pause` and `resume` hold copies back and let them go; `rtol` and `atol` are for attention."""
+    """`pause` and `resume` hold copies back and let them go; `rtol` and `atol` are for attention.
+
+    A decode step has one of `rows` rows for each request, a region one of `regions` rows.
+    """
 
     atol, rtol = 1e-5, 1e-4
+    rows, regions = (1, 1, 2, 3), (8, 12, 16)
 
     def __init__(self, seed: int, num_groups: int, device: str = "cpu", **layout: Any) -> None:
         self.random = random.Random(seed)
@@ -63,7 +67,8 @@ class World:
         self.next_id = 1
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = dict.fromkeys(("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "mirrored_rows",
-                                   "spilled_pages", "fences", "refused"), 0)
+                                   "spilled_pages", "fences"), 0)
+        self.refused = 0
 
     def pause(self) -> None:
         self.rig.worker.copies.pause()
@@ -177,7 +182,7 @@ class World:
                     self.set_region(life, 8)
                 elif life.hot_rows:
                     if r.random() < 0.25:
-                        rows = r.choice([8, 12, 16])
+                        rows = r.choice(self.regions)
                         if rows < life.hot_rows:
                             self.resets.append(SeatReset(seat=seat, from_slot=rows, from_position=-1))
                         self.set_region(life, rows)
@@ -186,7 +191,7 @@ class World:
                     elif r.random() < 0.3:
                         self.bring_back(seat)
         chunks, decodes, mirrors = [], [], {}
-        rows = r.choice([1, 1, 2, 3])  # of a request: with drafts to verify, or without
+        rows = r.choice(self.rows)
         for seat, life in self.lives.items():
             prefill = not life.tokens or r.random() < 0.15
             count = r.randint(2, 11) if prefill else rows
@@ -278,7 +283,7 @@ class World:
             absent = {p for row in range(first, i + 1) for p in topk[row].tolist()
                       if 0 <= p < int(context[row]) and not life.resident[p // BLOCK][hot_group]}
             assert i > first and len(absent) > life.hot_rows, (seat, absent, life.hot_rows)
-            self.seen["refused"] += 1
+            self.refused += 1
         return fits
 
     def take(self, output) -> None:
@@ -318,3 +323,10 @@ def live(world: World, steps: int = 45) -> None:
 @pytest.mark.parametrize(("seed", "num_groups"), [(0, 2), (1, 4), (2, 1)])
 def test_random_life_equals_dense_attention(seed, num_groups):
     live(World(seed, num_groups))
+
+
+def test_drafts_that_a_region_cannot_hold_are_refused():
+    world = World(3, 2)
+    world.rows, world.regions = (3,), (8,)
+    live(world)
+    assert world.refused
