@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hisparse.actors.engine_loop import Core, EngineLoop
+from hisparse.actors.garbage import IdleCollector
 from hisparse.errors import EngineDeadError, InvariantError, RequestError
 from hisparse.metrics import EngineFeed, Sink
 from hisparse.types import FinishReason, RequestOutput, SamplingParams
@@ -128,7 +129,7 @@ class CoordinatorActor:
         if self._loop is not None:
             raise InvariantError("the engine was started already")
         core = await asyncio.to_thread(build, *args)
-        self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s)
+        self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s, collector=IdleCollector())
         self._loop.start()
         self._about = dict(about)
         return os.getpid()
