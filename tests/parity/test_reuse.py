@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.failures import evict_indexer_pages
 from tests.parity.rig import BLOCK, Rig, engine_config, prompt_of
-from tests.parity.test_failures import evict_indexer_pages
 
 TOKENS = 8
 LENGTHS = [n for pages in (1, 2, 5, 8) for n in (pages * BLOCK - 1, pages * BLOCK, pages * BLOCK + 1)]
