@@ -223,7 +223,7 @@ class EngineCore:
         answered_s = self._clock()
         self._retire(command, results)
         self._tally.add_times(began_s=began_s, sent_s=sent_s, answered_s=answered_s, ended_s=self._clock(),
-                              rank_s=max(result.device_s for result in results))
+                              rank_s=max(result.worked_s for result in results))
         overdue = self.cache.overdue_transfers()
         if overdue:
             self._die(self._overdue_reason(overdue))

@@ -71,4 +71,5 @@ class StepResult:
     incarnation: int
     sampled: Mapping[str, SampledToken] = field(default_factory=dict)
     kv: Mapping[str, Any] = field(default_factory=dict)
-    device_s: float = 0.0
+    worked_s: float = 0.0
+    """From the rank's taking of the command to this answer; on CUDA it includes the wait for the device."""
