@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from hisparse.actors.engine_loop import Core, EngineLoop
 from hisparse.actors.garbage import IdleCollector
+from hisparse.config import GIB
 from hisparse.errors import EngineDeadError, InvariantError, RequestError
 from hisparse.metrics import EngineFeed, Sink
 from hisparse.types import FinishReason, RequestOutput, SamplingParams
@@ -26,7 +27,6 @@ SAMPLE_TIMEOUT_S = 2.0
 """A step that runs for longer is waited for by nobody who only looks."""
 MAX_TENANTS = 4096
 """Requests whose tenant is remembered, the latest."""
-GIB = 1 << 30
 DRAIN_POLL_S = 0.05
 
 

@@ -18,10 +18,10 @@ from hisparse.config import HiSparseConfig, model_path
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.metrics import RequestFeed
 from hisparse.metrics.ray_sink import make_sink
+from hisparse.serve.background import spawn
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, PrefillCall
 from hisparse.serve.decode import DecodeService
 from hisparse.serve.errors import ENGINE_UNAVAILABLE
-from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient, PrefillService
 from hisparse.telemetry.make import make_tracer
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.config import GIB
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout import KVCacheLayout
 from hisparse.worker import host_memory, pinned
@@ -144,7 +145,7 @@ class HostPool:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"the shared host pool {path} needs {total} bytes ({total / host_memory.GIB:.2f} GiB) and "
+                    f"the shared host pool {path} needs {total} bytes ({total / GIB:.2f} GiB) and "
                     f"allocating them failed: {error.strerror}; lower cache.host_pool_gib"
                 ) from error
             raise

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hisparse.config import GIB
 from hisparse.errors import ConfigError, InvariantError
 
-GIB = 1 << 30
 CHUNK_BYTES = 16 * GIB
 """Far below the 512 GiB that one registration may have, and under a second each, for the progress report."""
 Progress = Callable[[int, int], None]
