@@ -345,6 +345,7 @@ class EngineCore:
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._tally.generated,
             resolve=self._tally.resolve, cache=asdict(self.cache.stats()),
             pd=None if self.pd is None else asdict(self.pd.stats()), draining=self._draining,
+            indexer_store=None if self.offload is None else asdict(self.offload.stats()),
             index_groups=self._tally.index_groups(),
         )
 

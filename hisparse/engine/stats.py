@@ -43,6 +43,8 @@ class EngineStats:
     cache: dict[str, Any]
     pd: dict[str, Any] | None = None
     """PDStats; None when colocated."""
+    indexer_store: dict[str, Any] | None = None
+    """OffloadStats of the indexer pages on the host; None = there is no such store."""
     draining: bool = False
     """It takes no new request, because it is about to stop."""
     index_groups: tuple[dict[str, Any], ...] = ()
