@@ -62,7 +62,8 @@ class EngineCore:
         self.layout = kv_layout(config)
         role = config.pd.role
         if (pd is None) != (role == "colocated"):
-            raise ConfigError(f"pd.role = {role} needs {'no' if role == 'colocated' else 'a'} P/D connector")
+            fix = "leave it out, or set pd.role" if pd is not None else "pass one, or set pd.role to colocated"
+            raise ConfigError(f"pd.role = {role}, but {'a' if pd is not None else 'no'} P/D connector is given; {fix}")
         parts = build_cache(config, self.layout, num_ranks=executor.num_ranks, incarnation=incarnation, pd=pd, clock=clock)
         self.cache, self.offload, self.connectors = parts.cache, parts.offload, parts.connectors
         self.scheduler = Scheduler(config.scheduler, self.cache, offload=self.offload,
@@ -111,7 +112,7 @@ class EngineCore:
             self._check_admission(request_id)
             self._limits.check(prompt_token_ids, sampling, num_waiting=len(self.scheduler.waiting))
             if do_remote_decode and self._held is None:
-                raise RequestError("this engine is no prefill engine (pd.role); do_remote_decode is not possible here")
+                raise RequestError(f"do_remote_decode needs pd.role = prefill, this engine's is {self.config.pd.role}")
             self.cache.open(request_id, prompt_token_ids, extra_keys=ExtraKeys(cache_salt=cache_salt),
                             max_tokens=sampling.max_tokens)
         except RequestError as error:
