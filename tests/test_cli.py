@@ -110,11 +110,12 @@ def test_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
                 service: tuple[str, dict[str, Any]]) -> None:
     url, state = service
     engine = {"engine": "decode-1", "health": {"ok": True, "reason": ""}, "running": 3, "check": "ok",
-              "cache": {"pending_spills": 17}, "hot_region_rows": [2112, 8256]}
+              "cache": {"pending_spills": 17}, "indexer_store": {"used_pages": 31}, "hot_region_rows": [2112, 8256]}
     state["answer"] = {"model": "recall", "engines": [engine]}
     assert run(monkeypatch, "status", "--url", url, "--check", "--api-key", "k") == 0
     text = capsys.readouterr().out
     assert "decode-1" in text and "17" in text and "2,112..8,256 rows" in text
+    assert "indexer_store_used_pages" in text and "31" in text
     assert state["seen"] == [("/stats?check=1", "Bearer k")]
     engine["check"] = "block 5 is lost"
     assert run(monkeypatch, "status", "--url", url, "--json") == 1

@@ -22,7 +22,7 @@ from hisparse.doctor.findings import Finding, Needs, Status
 from hisparse.doctor.host import Host
 from hisparse.doctor.preflight import problems, text_of
 from hisparse.errors import HiSparseError
-from hisparse.serve import app
+from hisparse.serve import instance
 from tests.test_cli import LOCAL, run
 
 GIB = 1 << 30
@@ -223,7 +223,7 @@ def test_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch, nodes: lis
 def test_resources_in_use_are_waited_for_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(handles, "cluster_nodes", lambda: [node(CPU=8), node(CPU=8)])
     monkeypatch.setattr(handles, "free_resources", lambda: {"CPU": 0.2})
-    monkeypatch.setattr(app, "check_no_other_serve", lambda: None)
+    monkeypatch.setattr(instance, "check_no_other_serve", lambda: None)
     config = load_config({"model": {"path": "recall"}, "cache": {"host_pool_gib": 100_000}}, environ={})
     cli_serve._check_room(config, started=False)  # two nodes: their memory is not this machine's
     assert "of which 0.2 are free now: it waits" in capsys.readouterr().err

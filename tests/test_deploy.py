@@ -14,7 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 from hisparse.actors.memory_plan import MemoryPlan
 from hisparse.actors.placement import bundles
 from hisparse.config import HiSparseConfig, load_config
-from hisparse.serve.app import ENDING_S, build_app
+from hisparse.serve.app import build_app
+from hisparse.serve.ending import ENDING_S
 from hisparse.serve.keys import KeyRing
 
 ROOT = Path(__file__).parents[1]

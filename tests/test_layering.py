@@ -25,7 +25,7 @@ DOORS = {
     "typer": ("cli/", "demo/"),
     "opentelemetry": ("telemetry/otel.py",),
 }
-NO_TORCH = ("cache/", "metrics/", "telemetry/", "connector/base.py", "types.py", "config/", "layout/", "errors.py")
+NO_TORCH = ("cache/", "metrics/", "telemetry/", "connector/base.py", "types/", "config/", "layout/", "errors.py")
 
 
 def modules() -> list[Path]:

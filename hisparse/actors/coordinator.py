@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hisparse.actors.engine_loop import Core, EngineLoop
-from hisparse.errors import EngineDeadError, InvariantError, RequestError
+from hisparse.actors.garbage import IdleCollector
+from hisparse.actors.output_streams import OutputStreams, merge
+from hisparse.config import GIB
+from hisparse.errors import EngineDeadError, InvariantError
 from hisparse.metrics import EngineFeed, Sink
-from hisparse.types import FinishReason, RequestOutput, SamplingParams
+from hisparse.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,6 @@ SAMPLE_TIMEOUT_S = 2.0
 """A step that runs for longer is waited for by nobody who only looks."""
 MAX_TENANTS = 4096
 """Requests whose tenant is remembered, the latest."""
-GIB = 1 << 30
 DRAIN_POLL_S = 0.05
 
 
@@ -45,61 +47,6 @@ class EngineRequest:
     tenant: str = ""
 
 
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two increments of one request, in order, as one."""
-    return RequestOutput(
-        request_id=first.request_id,
-        new_token_ids=first.new_token_ids + second.new_token_ids,
-        new_text=first.new_text + second.new_text,
-        logprobs=first.logprobs + second.logprobs,
-        finish_reason=second.finish_reason,
-        error=second.error,
-        retry=second.retry,
-        stats=second.stats,
-        kv_transfer_params=second.kv_transfer_params,
-        retry_prefill=second.retry_prefill,
-        timeline=second.timeline or first.timeline,
-    )
-
-
-class _Streams:
-    """Outputs of open requests on their way from the loop's thread to the event loop."""
-
-    def __init__(self) -> None:
-        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def open(self, request_id: str) -> asyncio.Queue[RequestOutput]:
-        self._loop = asyncio.get_running_loop()
-        if request_id in self._queues:
-            raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
-        return self._queues.setdefault(request_id, asyncio.Queue())
-
-    def close(self, request_id: str) -> None:
-        self._queues.pop(request_id, None)
-
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        """On the engine loop's thread."""
-        if outputs and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._route, outputs)
-
-    def fail(self, reason: str) -> None:
-        """Ends every open request; on the engine loop's thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail, reason)
-
-    def _route(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            queue = self._queues.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait(output)
-
-    def _fail(self, reason: str) -> None:
-        for request_id, queue in self._queues.items():
-            queue.put_nowait(RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason,
-                                           retry=True))
-
-
 class CoordinatorActor:
     """One per engine.
 
@@ -112,7 +59,7 @@ class CoordinatorActor:
         if preload:
             importlib.import_module(preload)
         self._stall_s = stall_s
-        self._streams = _Streams()
+        self._streams = OutputStreams()
         self._loop: EngineLoop | None = None
         self._about: Mapping[str, Any] = {}
         self._pinned: dict[int, tuple[int, int]] = {}
@@ -128,7 +75,7 @@ class CoordinatorActor:
         if self._loop is not None:
             raise InvariantError("the engine was started already")
         core = await asyncio.to_thread(build, *args)
-        self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s)
+        self._loop = EngineLoop(core, self._deliver, stall_s=self._stall_s, collector=IdleCollector())
         self._loop.start()
         self._about = dict(about)
         return os.getpid()

@@ -15,12 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from hisparse.actors.garbage import IdleCollector
 from hisparse.errors import EngineDeadError
 from hisparse.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+REST_S = 0.5
+"""Longest wait of a loop that has nothing to do; after it, garbage is collected."""
 
 
 class Stats(Protocol):
@@ -81,12 +85,14 @@ class EngineLoop:
         deliver: called on the loop's thread with the increments of one turn; must not block.
         stall_s: a loop without a turn for so long is unhealthy.
         idle_wait_s: longest wait between turns that did nothing (only transfers or leases are open).
+        collector: of this process's garbage, from the start of the loop to its end; None = Python's own rules.
     """
 
     def __init__(self, core: Core, deliver: Callable[[list[RequestOutput]], None], *, stall_s: float = 60.0,
-                 idle_wait_s: float = 0.02, clock: Callable[[], float] = time.monotonic) -> None:
+                 idle_wait_s: float = 0.02, collector: IdleCollector | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._core, self._deliver, self._clock = core, deliver, clock
-        self._stall_s, self._idle_wait_s = stall_s, idle_wait_s
+        self._stall_s, self._idle_wait_s, self._collector = stall_s, idle_wait_s, collector
         self._calls: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -97,6 +103,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="hisparse-engine-loop", daemon=True)
 
     def start(self) -> None:
+        if self._collector is not None:
+            self._collector.begin()
         self._beat = self._clock()
         self._thread.start()
 
@@ -149,13 +157,16 @@ class EngineLoop:
                 self._turns += 1
                 self._beat = self._clock()
                 if not self._core.has_work():
-                    self._sleep(0.5)
+                    if not self._sleep(REST_S) and self._collector is not None:
+                        self._collector.rest()
                     continue
                 outputs = self._core.step()
                 self._problem = self._core.problem()
                 self._beat = self._clock()
                 if outputs:
                     self._deliver(outputs)
+                if self._collector is not None:
+                    self._collector.worked()
                 if called or outputs or not self._core.idle:
                     wait_s = self._idle_wait_s / 16
                 else:
@@ -174,6 +185,8 @@ class EngineLoop:
             self._deliver(self._core.take_outputs())
         except Exception:
             logger.exception("shutdown of the engine")
+        if self._collector is not None:
+            self._collector.end()
 
     def _run_calls(self) -> bool:
         with self._wake:
@@ -189,10 +202,10 @@ class EngineLoop:
                 future.set_result(result)
         return bool(calls)
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> bool:
+        """Whether a call or the end came before the time was over."""
         with self._wake:
-            if not self._calls and not self._stopping:
-                self._wake.wait(seconds)
+            return bool(self._calls) or self._stopping or self._wake.wait(seconds)
 
     def _die(self, reason: str) -> None:
         with self._wake:

@@ -90,7 +90,7 @@ class Actor:
             return await asyncio.wait_for(_awaitable(pending.ref), timeout_s)
         except TimeoutError:
             raise TimeoutError(f"{pending.label} did not answer within {timeout_s:g} s") from None
-        except (RayError, Exception) as error:
+        except Exception as error:
             _raise(error, pending.label)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
@@ -100,7 +100,7 @@ class Actor:
         try:
             async for ref in generator:
                 yield await ref
-        except (RayError, Exception) as error:
+        except Exception as error:
             _raise(error, label)
 
     def kill(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hisparse.actors import logs
+from hisparse.actors.garbage import freeze_heap
 from hisparse.actors.handles import Actor
 from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
@@ -103,6 +104,7 @@ class RankWorkerActor:
             extra_connectors=() if config.pd.role == "colocated" else (make_pd,), process_group=self._group,
             on_pinned=functools.partial(_tell, setup),
         )
+        freeze_heap()
         return RankInfo(rank=setup.rank, pid=os.getpid(), endpoint=next(iter(self._engine.handshakes), None),
                         host_pool="" if pool is None else str(pool.path or f"private memory of {os.getpid()}"),
                         host_pool_bytes=0 if pool is None else pool.mapped_bytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hisparse.bench import report
-from hisparse.bench.control_plane import admission, decode, memory, transfers
+from hisparse.bench.control_plane import admission, churn, decode, memory, transfers
 from hisparse.bench.control_plane.context import Context
 from hisparse.bench.control_plane.rig import LAYOUTS
 from hisparse.bench.progress import Progress
@@ -23,6 +23,7 @@ CASES: dict[str, Callable[[Context], list[report.Row]]] = {
     "steady_growing": decode.steady_growing,
     "steady_1024": decode.steady_1024,
     "all_seal": decode.all_seal,
+    "churn": churn.churn,
     "page_keys": admission.page_keys,
     "admit": admission.admit,
     "admit_busy": admission.admit_busy,

@@ -206,10 +206,6 @@ class BlockPool:
         self.generations[ids] = generations
         return tuple(ids), tuple(generations.tolist())
 
-    @property
-    def has_handed_out(self) -> bool:
-        return bool(self._handed_out)
-
     def touch(self, blocks: Iterable[int]) -> None:
         """One more reference on each block, which is referenced or readable; a watcher stays."""
         refs, behind, ahead = self._refs, self._next, self._prev

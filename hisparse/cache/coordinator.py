@@ -18,7 +18,6 @@ from hisparse.types import (
     NewBlocks,
     PageCopy,
     SparseKVOffloadCommand,
-    TableUpdate,
 )
 
 Scheduled = Sequence[tuple[str, int, int]]
@@ -41,17 +40,9 @@ class HiSparseCoordinator:
         self._copies: list[PageCopy] = []
 
     # ------------------------------------------------------------------------------------------- each step
-    def update_residency(self, request_id: str) -> None:
-        """Unpins clean pages of a hot request; under pressure requires hot of one that is not."""
-        self.residency.update(self.core.incarnation(request_id))
-
-    def update_all_residency(self) -> None:
-        """`update_residency` of every admitted request."""
+    def update_residency(self) -> None:
+        """Under pressure requires hot of every admitted request that is not; a scheduling pass allocates the regions."""
         self.residency.update_all()
-
-    def require_hot(self, request_id: str) -> None:
-        """Marks only; the next scheduling pass allocates the region, and pages stay pinned until then."""
-        self.residency.require_hot(self.core.incarnation(request_id))
 
     def plan_prefix_materialization(self, scheduled: Scheduled = ()) -> None:
         """Plans the write-back of sealed pages without a host copy, within the budget of one command.
@@ -72,10 +63,6 @@ class HiSparseCoordinator:
         """Host destinations of every row the step may write."""
         return build_spans(self.core, scheduled)
 
-    def take_block_table_updates(self) -> tuple[TableUpdate, ...]:
-        """Drains changed rows of all groups in order; a vanished request gives empty rows."""
-        return self.core.tables.take_updates()
-
     def add_page_copy(self, copy: PageCopy) -> None:
         """A copy-on-write to be done before the next step's first kernel."""
         self._copies.append(copy)
@@ -95,7 +82,7 @@ class HiSparseCoordinator:
             new_device_blocks=NewBlocks(ids=blocks, generations=generations),
             new_host_blocks=NewBlocks(ids=host_blocks, generations=host_generations),
             fences=tuple(Fence(block=b, transfer_id=fences[b]) for b in blocks if b in fences) if fences else (),
-            table_updates=self.take_block_table_updates(),
+            table_updates=core.tables.take_updates(),
             hot_rows=core.tables.take_hot_rows(),
             seat_resets=core.tables.take_resets(),
             page_copies=copies,
@@ -147,10 +134,6 @@ class HiSparseCoordinator:
         hot = self.core.hot
         return inc.has_hot or (
             inc.hot_required and hot is not None and self.core.available_device(inc) >= hot.region_blocks)
-
-    def all_context_pages_resident(self, request_ids: Sequence[str]) -> bool:
-        """Every page of these requests is resident in every group. False without resident groups."""
-        return self.core.all_context_pages_resident(request_ids)
 
     # ------------------------------------------------------------------------------------------- workers
     def crash(self, incarnation: int) -> None:

@@ -22,20 +22,13 @@ class Residency:
         self.copies: dict[bytes, ResidentPage] = {}
 
     # ------------------------------------------------------------------------------------------- pressure
-    def update(self, inc: Incarnation) -> None:
-        """Unpins clean pages of a hot request, or requires hot of one that is not while free blocks are short."""
-        if inc.hot:
-            self.unpin_clean(inc)
-        elif not inc.hot_required and not inc.loading and self.core.num_free < self.core.watermark_blocks:
-            self.require_hot(inc)
-
     def update_all(self) -> None:
-        """`update` of every request. A page of a hot request goes loose at once when it is clean, when the tail moves on
-        or when the region comes, so nothing is left to unpin here: it costs nothing while free blocks are plenty."""
+        """While free blocks are short, requires hot of every request that is not. Pages of hot requests go loose at once when
+        they are clean, when the tail moves on or when the region comes: nothing is left to unpin here."""
         if self.core.num_free < self.core.watermark_blocks:
             for inc in self.core.live.values():
-                if not inc.hot:
-                    self.update(inc)
+                if not inc.hot and not inc.loading:
+                    self.require_hot(inc)
 
     def require_hot(self, inc: Incarnation) -> None:
         """Marks only; a scheduling pass allocates the region, and pages stay pinned until then."""

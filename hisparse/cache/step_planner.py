@@ -38,7 +38,7 @@ class StepPlanner:
         command = None
         if self.coordinator is not None:
             self.elastic.restore_watermark()
-            self.coordinator.update_all_residency()
+            self.coordinator.update_residency()
             mirrors = self.coordinator.build_row_mirrors(scheduled)
             self.coordinator.plan_prefix_materialization(scheduled)
             command = self.coordinator.build_offload_command(step, mirrors)

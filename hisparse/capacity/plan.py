@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hisparse.cache.admission import request_blocks, window_pages
 from hisparse.capacity.weights import Weights
+from hisparse.config import GIB
 from hisparse.errors import ConfigError
 from hisparse.layout import (
     IndexGroup,
@@ -20,7 +21,6 @@ from hisparse.layout import (
     start_rows,
 )
 
-GIB = 1 << 30
 CONTEXTS = tuple(1 << power for power in range(13, 21))
 """8k to 1M tokens."""
 Dtype = Literal["bf16", "fp8"]

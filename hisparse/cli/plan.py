@@ -12,9 +12,9 @@ import typer
 
 from hisparse.cli import chart
 from hisparse.cli.console import AsJson, err, out, table
+from hisparse.config import GIB
 from hisparse.errors import ConfigError
 
-GIB = 1 << 30
 MIB = 1 << 20
 WIDTH = 80
 

@@ -46,7 +46,8 @@ def convert(svg: str, target: Path, *, width: int, height: int) -> None:
     """
     name = converter()
     if name is None:
-        raise HiSparseError(f"none of {', '.join(PROGRAMS)} is installed, one of which makes a PNG of a chart")
+        raise HiSparseError(f"none of {', '.join(PROGRAMS)} is installed, one of which makes a PNG of a chart; install "
+                            "one, or write an .svg")
     with tempfile.TemporaryDirectory(prefix="hisparse-chart-") as folder:
         source, made = Path(folder) / "chart.svg", Path(folder) / "chart.png"
         source.write_text(svg)

@@ -80,7 +80,7 @@ def _by_text(items: list[tuple[str, str]]) -> dict[str, list[str]]:
 
 def _run(config: HiSparseConfig, as_json: bool) -> None:
     from hisparse.actors.handles import cluster_address, start_cluster, stop_cluster
-    from hisparse.serve.app import serving
+    from hisparse.serve.instance import serving
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it says while all is well says less than we do
     try:
@@ -114,7 +114,7 @@ def _check_room(config: HiSparseConfig, started: bool) -> None:
     from hisparse.doctor.cluster import judge
     from hisparse.doctor.node import needs_of
     from hisparse.doctor.preflight import problems, text_of
-    from hisparse.serve.app import check_no_other_serve
+    from hisparse.serve.instance import check_no_other_serve
 
     if not started:
         check_no_other_serve()

@@ -71,6 +71,7 @@ def _print_status(data: dict[str, Any]) -> None:
         if item.get("hot_region_rows"):
             details.add_row("hot region at its start", rows_text(item["hot_region_rows"]))
         values = {name: item[name] for name in since if name in item} | (item.get("cache") or {})
+        values |= {f"indexer_store_{name}": value for name, value in (item.get("indexer_store") or {}).items()}
         for key, value in values.items():
             details.add_row(escape(key), f"{value:,}" if type(value) is int else escape(str(value)))
         out.print(details)

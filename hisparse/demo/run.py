@@ -26,7 +26,7 @@ from hisparse.demo.prompts import DemoPrompt, demo_prompts
 from hisparse.demo.reference import Reference, ReferencePool
 from hisparse.demo.report import Verdict, answers_table, counters, parity, print_verdicts, recall
 from hisparse.engine.tokenizer import Tokenizer
-from hisparse.serve.app import serving
+from hisparse.serve.instance import serving
 
 ROOMY_BLOCKS = 2400
 TIGHT_BLOCKS = 150

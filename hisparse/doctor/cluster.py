@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hisparse.actors.handles import Node, cluster_nodes, gather, start_actor
+from hisparse.config import GIB
 from hisparse.doctor.findings import Finding, Needs, Status
 from hisparse.errors import HiSparseError
 
@@ -60,7 +61,7 @@ def examine_cluster(needs: Needs, *, timeout_s: float = NODE_TIMEOUT_S) -> list[
 def judge(nodes: Sequence[Node], needs: Needs) -> list[Finding]:
     """Whether all nodes together have the CPUs and GPUs that the configuration reserves."""
     have = {kind: sum(node.resources.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-    store = sum(node.resources.get("object_store_memory", 0.0) for node in nodes) / (1 << 30)
+    store = sum(node.resources.get("object_store_memory", 0.0) for node in nodes) / GIB
     text = f"nodes {len(nodes)}, CPU {have['CPU']:g}, GPU {have['GPU']:g}, object store {store:,.1f} GiB"
     missing = [f"{want:g} {kind}" for kind, want in (("CPU", needs.num_cpus), ("GPU", needs.num_gpus)) if want > have[kind]]
     if missing:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hisparse.config import GIB
 from hisparse.doctor.findings import Finding, Needs, Status
 
-GIB = 1 << 30
 ROW_BYTES, TOP_K, REQUESTS = 656, 2048, 16
 """The gather that is measured: misses of 16 requests with fp8_ds_mla rows, all of top_k missing."""
 COPY_BYTES, POOL_BYTES = 256 << 20, 512 << 20

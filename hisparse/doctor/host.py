@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hisparse.config import GIB
 from hisparse.doctor.findings import Finding, Needs, Status
 from hisparse.worker import host_memory
 
-GIB = 1 << 30
 NO_LIMIT = resource.RLIM_INFINITY
 ENLARGE_SHM = "enlarge /dev/shm (docker --shm-size, a Memory volume's sizeLimit, mount -o remount,size=)"
 

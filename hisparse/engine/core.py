@@ -12,21 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hisparse.cache.kv_cache_manager import KVCacheManager
-from hisparse.cache.prefix import ExtraKeys, prompt_digest
-from hisparse.config import HiSparseConfig, host_blocks, hot_rows, kv_layout
-from hisparse.connector.base import LoadEvents, SchedulerConnector
-from hisparse.connector.hisparse import HiSparseConnectorScheduler
-from hisparse.connector.multi import MultiSchedulerConnector
-from hisparse.connector.offloading import OffloadingScheduler
+from hisparse.cache.prefix import ExtraKeys
+from hisparse.config import HiSparseConfig, hot_rows, kv_layout
+from hisparse.connector.base import LoadEvents
+from hisparse.engine.assembly import build_cache
+from hisparse.engine.held_prompts import HeldPrompts
+from hisparse.engine.imports import Imports
+from hisparse.engine.limits import RequestLimits
 from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
+from hisparse.engine.open_requests import OpenRequests
 from hisparse.engine.outputs import Outputs
 from hisparse.engine.protocols import PDConnector, Tokenizer
 from hisparse.engine.request import Request, RequestState
 from hisparse.engine.residency import NUM_PENDING, EndedLog, ResidencySample, group_facts, sample_request
 from hisparse.engine.scheduler import Scheduler
 from hisparse.engine.stats import EngineStats, Tally
-from hisparse.errors import ConfigError, EngineDeadError, ProtocolError, RequestError, TransferError
+from hisparse.errors import ConfigError, EngineDeadError, RequestError
 from hisparse.types import (
     FinishReason,
     RequestOutput,
@@ -61,38 +62,25 @@ class EngineCore:
         self.layout = kv_layout(config)
         role = config.pd.role
         if (pd is None) != (role == "colocated"):
-            raise ConfigError(f"pd.role = {role} needs {'no' if role == 'colocated' else 'a'} P/D connector")
-        num_host_blocks = host_blocks(config.cache, self.layout, config.model.max_model_len)
-        self.offload = None
-        children: list[SchedulerConnector] = []
-        if config.cache.enabled and config.cache.offload_indexer and config.cache.prefix_cache:
-            self.offload = OffloadingScheduler(capacity_pages=num_host_blocks, num_ranks=executor.num_ranks)
-        self.cache = KVCacheManager(
-            self.layout, config.cache, num_host_blocks=num_host_blocks, max_model_len=config.model.max_model_len,
-            max_seats=config.scheduler.max_num_seqs, max_query_tokens=config.scheduler.prefill_chunk_tokens,
-            num_ranks=executor.num_ranks,
-            num_host_writers=executor.num_ranks if config.cache.host_pool == "private" else 1, indexer_offload=self.offload,
-            incarnation=incarnation, clock=clock,
-        )
-        self._hisparse = HiSparseConnectorScheduler(self.cache) if config.cache.enabled else None
-        if self._hisparse is not None:
-            children.append(self._hisparse)
-        if self.offload is not None:
-            children.append(self.offload)
-        if pd is not None:
-            children.append(pd)
-        self.connectors = MultiSchedulerConnector(children)
+            fix = "leave it out, or set pd.role" if pd is not None else "pass one, or set pd.role to colocated"
+            raise ConfigError(f"pd.role = {role}, but {'a' if pd is not None else 'no'} P/D connector is given; {fix}")
+        parts = build_cache(config, self.layout, num_ranks=executor.num_ranks, incarnation=incarnation, pd=pd, clock=clock)
+        self.cache, self.offload, self.connectors = parts.cache, parts.offload, parts.connectors
         self.scheduler = Scheduler(config.scheduler, self.cache, offload=self.offload,
                                    remote_prefill=pd if role == "decode" else None, clock=clock)
-        self.requests: dict[str, Request] = {}
-        """By `Request.request_id`."""
+        self.requests = OpenRequests()
         self.load_failures = LoadFailurePolicy(config.pd)
-        self._renamed: dict[str, str] = {}  # name -> request id, of requests that had to leave theirs behind
+        self._limits = RequestLimits(max_model_len=config.model.max_model_len, vocab_size=self.layout.shape.vocab_size,
+                                     max_waiting=config.scheduler.max_waiting)
         self._arrivals = itertools.count()
-        self._numbers = itertools.count(1)
         self._step = 0
         self._outputs = Outputs(tokenizer)
-        self._leases: dict[str, Request] = {}
+        self._imports = Imports(
+            self.cache, self.scheduler, self.connectors, pd, self.load_failures, self.requests, self._outputs,
+            refuse=lambda request, error: self._close(request, FinishReason.ERROR, error=error))
+        self._held: HeldPrompts | None = None
+        if pd is not None and role == "prefill":
+            self._held = HeldPrompts(self.cache, self.scheduler, pd, self._outputs)
         self._tally = Tally(self.layout)
         self._ended = EndedLog()
         self._groups = group_facts(self.layout, hot_rows(config.cache, self.layout)) if config.cache.enabled else ()
@@ -121,9 +109,10 @@ class EngineCore:
         if self._dead:
             raise EngineDeadError(self._dead)
         try:
-            self._validate(request_id, prompt_token_ids, sampling)
-            if do_remote_decode and (self.pd is None or self.config.pd.role != "prefill"):
-                raise RequestError("this engine is no prefill engine (pd.role); do_remote_decode is not possible here")
+            self._check_admission(request_id)
+            self._limits.check(prompt_token_ids, sampling, num_waiting=len(self.scheduler.waiting))
+            if do_remote_decode and self._held is None:
+                raise RequestError(f"do_remote_decode needs pd.role = prefill, this engine's is {self.config.pd.role}")
             self.cache.open(request_id, prompt_token_ids, extra_keys=ExtraKeys(cache_salt=cache_salt),
                             max_tokens=sampling.max_tokens)
         except RequestError as error:
@@ -137,8 +126,8 @@ class EngineCore:
             do_remote_decode=do_remote_decode,
             remote=kv_transfer_params is not None or prefill_failed is not None, retries_left=prefill_retries,
         )
-        problem = prefill_failed if kv_transfer_params is None else self._take_answer(request, kv_transfer_params)
-        recovery = None if problem is None else self._decide(request)
+        problem = prefill_failed if kv_transfer_params is None else self._imports.take_answer(request, kv_transfer_params)
+        recovery = None if problem is None else self._imports.decide(request)
         if recovery is Recovery.REFUSE:
             self.cache.close(request_id)
             raise RequestError(f"{problem}; {self.load_failures.refusal()}", status=503)
@@ -147,7 +136,7 @@ class EngineCore:
         if recovery is None or problem is None:
             self.scheduler.add(request)
         else:
-            self._recover(request, recovery, problem)
+            self._imports.recover(request, recovery, problem)
 
     def resume(self, request_id: str, *, kv_transfer_params: Mapping[str, Any] | None = None,
                prefill_failed: str = "prefill did not answer", retries_left: int = 0) -> None:
@@ -156,54 +145,27 @@ class EngineCore:
         A request that is gone meanwhile is ignored, and prefill is told that its answer will not be read.
         Args: as of `add_request`.
         """
-        request = self.requests.get(self._renamed.get(request_id, request_id))
+        request = self.requests.named(request_id)
         if request is None or request.state is not RequestState.RETRYING:
             if kv_transfer_params is not None and self.pd is not None:
                 self.pd.reject_remote(kv_transfer_params, "the request is gone")
             return
         request.retries_left = retries_left
-        problem = prefill_failed if kv_transfer_params is None else self._take_answer(request, kv_transfer_params)
+        problem = prefill_failed if kv_transfer_params is None else self._imports.take_answer(request, kv_transfer_params)
         if problem is None:
             self.scheduler.add(request)
         else:
-            self._recover(request, self._decide(request), problem)
+            self._imports.recover(request, self._imports.decide(request), problem)
 
-    def _take_answer(self, request: Request, kv_transfer_params: Mapping[str, Any]) -> str | None:
-        """Offers prefill's answer to the scheduler. Why it cannot be used, or None."""
-        try:
-            if self.pd is None:
-                raise ProtocolError("this engine has no P/D connector (pd.role = colocated)")
-            self.pd.add_remote(request.request_id, kv_transfer_params, num_prompt_tokens=request.num_prompt_tokens,
-                               digest_of=lambda tokens: self._digest(request, tokens))
-        except (ProtocolError, TransferError) as error:
-            self._count_failure(request)
-            return f"prefill's answer is unusable: {error}"
-        return None
-
-    def _validate(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def _check_admission(self, request_id: str) -> None:
         if self._draining:
             raise RequestError(f"engine {self.engine_id} is being stopped and takes no new requests; retry", status=503)
-        limit, vocab = self.config.model.max_model_len, self.layout.shape.vocab_size
-        if request_id in self.requests or request_id in self._renamed:
+        if self.requests.is_taken(request_id):
             raise RequestError(f"request id {request_id!r} is in use; ids must be distinct", status=409)
-        if not prompt:
-            raise RequestError("the prompt is empty; send at least one token", field="prompt")
-        if sampling.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {sampling.max_tokens}", field="max_tokens")
-        if len(prompt) + sampling.max_tokens > limit:
-            raise RequestError(
-                f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceeds max_model_len {limit}; shorten "
-                "the prompt or lower max_tokens", field="prompt", status=413)
-        bad = next((token for token in prompt if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}", field="prompt")
-        if len(self.scheduler.waiting) >= self.config.scheduler.max_waiting:
-            raise RequestError(f"{len(self.scheduler.waiting)} requests wait already (scheduler.max_waiting); retry later",
-                               status=429)
 
     def abort(self, request_id: str) -> None:
         """Stops a request wherever it stands; its blocks return once every copy has drained. Unknown ids are ignored."""
-        request = self.requests.get(self._renamed.get(request_id, request_id))
+        request = self.requests.named(request_id)
         if request is None:
             return
         if request.state is RequestState.HELD:
@@ -236,7 +198,8 @@ class EngineCore:
         if self._dead:
             raise EngineDeadError(self._dead)
         began_s = self._clock()
-        self._end_leases()
+        for request in self._held.take_ended() if self._held is not None else ():
+            self._forget(request, "lease ended")
         chunks = self.scheduler.schedule()
         self.idle = not chunks
         if chunks or self._has_transfers():
@@ -249,7 +212,7 @@ class EngineCore:
         self.cache.plan_step(step, [(c.request_id, c.first_position, len(c.token_ids)) for c in chunks])
         command = StepCommand(
             step=step, chunks=tuple(chunks), kv=self.connectors.build_metadata(step) or {},
-            table_updates=() if self._hisparse is not None else self.cache.take_table_updates(),
+            table_updates=() if self.config.cache.enabled else self.cache.take_table_updates(),
         )
         sent_s = self._clock()
         try:
@@ -261,7 +224,7 @@ class EngineCore:
         answered_s = self._clock()
         self._retire(command, results)
         self._tally.add_times(began_s=began_s, sent_s=sent_s, answered_s=answered_s, ended_s=self._clock(),
-                              rank_s=max(result.device_s for result in results))
+                              rank_s=max(result.worked_s for result in results))
         overdue = self.cache.overdue_transfers()
         if overdue:
             self._die(self._overdue_reason(overdue))
@@ -308,7 +271,8 @@ class EngineCore:
             self.load_failures.end(request.name)
         self.cache.extend(request.request_id, [token.token_id])
         if request.do_remote_decode:
-            self._hold(request)
+            assert self._held is not None
+            self._held.hold(request)
             return
         text, reason = self._outputs.accept(request, token)
         if reason is not None:
@@ -316,7 +280,6 @@ class EngineCore:
         else:
             self._outputs.emit(request, text, with_timeline=is_first)
 
-    # ------------------------------------------------------------------------------------------- loads and leases
     def _apply(self, events: LoadEvents) -> None:
         if events.released_device_blocks:
             self.cache.unpin_indexer(events.released_device_blocks)
@@ -325,83 +288,12 @@ class EngineCore:
         for request_id, reason in events.overdue.items():
             request = self.requests.get(request_id)
             if request is not None:
-                self._leave_quarantined(request)
-                self._import_failed(request, f"the prompt's KV from prefill did not arrive: {reason}")
+                self._imports.overdue(request, f"the prompt's KV from prefill did not arrive: {reason}")
         self.scheduler.loaded(events.loaded)
         for request_id, reason in events.failed.items():
             request = self.scheduler.load_failed(request_id)
-            if request is None or not request.importing:  # the own store's load: computing it again is no news
-                continue
-            self._import_failed(request, f"the prompt's KV from prefill could not be loaded: {reason}")
-
-    # ------------------------------------------------------------------------------------------- imports that failed
-    def _import_failed(self, request: Request, problem: str) -> None:
-        """It holds nothing any more."""
-        self._count_failure(request)
-        request.landing, request.imported_tokens = None, 0
-        self._recover(request, self._decide(request), problem)
-
-    def _count_failure(self, request: Request) -> None:
-        request.import_failures += 1
-        self._tally.import_failures += 1
-
-    def _decide(self, request: Request) -> Recovery:
-        """What is here already need not be computed, and does not count against the budget."""
-        tokens = max(request.num_prompt_tokens - self.cache.prefix(request.request_id).tokens, 1)
-        return self.load_failures.decide(request.name, tokens=tokens, retries_left=request.retries_left)
-
-    def _recover(self, request: Request, recovery: Recovery, problem: str) -> None:
-        """Does what the policy decided for a request that holds nothing."""
-        if recovery is Recovery.RETRY:
-            self.scheduler.remove(request)
-            request.state = RequestState.RETRYING
-            self._outputs.ask_for_prefill(request, problem)
-        elif recovery is Recovery.RECOMPUTE:
-            request.recomputes = True
-            if request not in self.scheduler.waiting:
-                self.scheduler.add(request)
-        else:
-            self._close(request, FinishReason.ERROR, error=f"{problem}; {self.load_failures.refusal()}")
-
-    def _leave_quarantined(self, request: Request) -> None:
-        """Its import may still write to its pages, nobody knows for how long. They stay with its id, which drains when the
-        ranks have said so; the request goes on under another one."""
-        left = request.request_id
-        self.connectors.request_closed(left)
-        self.scheduler.remove(request)
-        self.cache.close(left)
-        del self.requests[left]
-        numbered = (f"{request.name}~{i}" for i in self._numbers)  # the ranks may still know every earlier one
-        request.request_id = next(new for new in numbered if new not in self.requests)
-        request.computed, request.seat = 0, -1
-        self.cache.open(request.request_id, request.token_ids, extra_keys=ExtraKeys(cache_salt=request.cache_salt),
-                        max_tokens=request.sampling.max_tokens)
-        self.requests[request.request_id] = request
-        self._renamed[request.name] = request.request_id
-
-    def _hold(self, request: Request) -> None:
-        """Prefill role: the prompt is done; lease its pages instead of freeing them."""
-        assert self.pd is not None
-        self.scheduler.remove(request)
-        pages, generations = self.cache.hold(request.request_id)
-        params = self.pd.grant(request.request_id, pages, generations, prompt_digest=self._digest(request, pages.num_tokens))
-        request.state = RequestState.HELD
-        self._leases[request.request_id] = request
-        self._outputs.emit(request, "", finish=FinishReason.STOP, params=params)
-
-    def _digest(self, request: Request, num_tokens: int) -> str:
-        """Of the prompt's first tokens: prefill and decode must mean the same ones."""
-        return prompt_digest(self.layout.row_fingerprint(), ExtraKeys(cache_salt=request.cache_salt),
-                             request.token_ids[:num_tokens])
-
-    def _end_leases(self) -> None:
-        if self.pd is None or self.config.pd.role != "prefill":
-            return
-        for request_id in self.pd.take_expired():
-            request = self._leases.pop(request_id, None)
-            if request is not None:
-                self.scheduler.finish(request, FinishReason.STOP)
-                self._forget(request, "lease ended")
+            if request is not None and request.importing:  # else the own store's load: computing it again is no news
+                self._imports.failed(request, f"the prompt's KV from prefill could not be loaded: {reason}")
 
     # ------------------------------------------------------------------------------------------- outputs
     def _close(self, request: Request, reason: FinishReason, *, text: str = "", error: str | None = None,
@@ -416,8 +308,7 @@ class EngineCore:
 
     def _forget(self, request: Request, reason: str) -> None:
         self._ended.add(request, reason)
-        self.requests.pop(request.request_id, None)
-        self._renamed.pop(request.name, None)
+        self.requests.drop(request)
         self._outputs.close(request)
         self.load_failures.end(request.name)
         self._tally.finished += 1
@@ -441,20 +332,21 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Requests, transfers or leases are open: keep calling `step()`."""
-        return bool(self.scheduler.num_live or self._leases or self._outputs or self._has_transfers())
+        return bool(self.scheduler.num_live or self._held or self._outputs or self._has_transfers())
 
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
         return EngineStats(
             engine_id=self.engine_id, role=self.config.pd.role, steps=self._step,
             step_seconds=dict(self._tally.step_seconds), running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._leases),
+            waiting=len(self.scheduler.waiting), loading=len(self.scheduler.loading), held=len(self._held or ()),
             finished=self._tally.finished, preemptions=counters.preemptions, admissions=counters.admissions,
             resident_landings=counters.resident_landings, host_landings=counters.host_landings,
-            import_failures=self._tally.import_failures, indexer_loads=counters.indexer_loads,
+            import_failures=self._imports.failures, indexer_loads=counters.indexer_loads,
             local_prefill_tokens=counters.local_prefill_tokens, generated_tokens=self._tally.generated,
             resolve=self._tally.resolve, cache=asdict(self.cache.stats()),
             pd=None if self.pd is None else asdict(self.pd.stats()), draining=self._draining,
+            indexer_store=None if self.offload is None else asdict(self.offload.stats()),
             index_groups=self._tally.index_groups(),
         )
 
@@ -473,7 +365,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Conservation laws of both pools and of every connector. Raises InvariantError."""
-        if self._hisparse is None:
+        if not self.config.cache.enabled:  # else its connector checks it
             self.cache.check()
         self.connectors.check()
 

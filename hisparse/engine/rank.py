@@ -134,7 +134,7 @@ class RankEngine:
         if self._recorder is not None:
             self._recorder.end_step()
         return StepResult(step=command.step, rank=self.rank, incarnation=self.incarnation, sampled=sampled, kv=kv,
-                          device_s=time.perf_counter() - began)
+                          worked_s=time.perf_counter() - began)
 
     def _sample(self, out: StepOutput) -> dict[str, SampledToken]:
         """Waits for the step and chooses. Raises InvariantError, and lets no token out, when the step went wrong."""

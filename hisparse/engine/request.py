@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from hisparse.cache.prefix import ExtraKeys, prompt_digest
+from hisparse.layout import KVCacheLayout
 from hisparse.types import Landing, RequestStats, RequestTimeline, ResolveStats, SampledToken, SamplingParams
 
 
@@ -28,7 +30,7 @@ class Request:
     """Mutable; written by the engine core, its scheduler and its outputs alone."""
 
     request_id: str
-    """Names it towards cache, connectors and ranks. It changes when an import cannot be ended: see `EngineCore`."""
+    """Names it towards cache, connectors and ranks. It changes when an import cannot be ended: see `Imports.overdue`."""
     name: str
     """What its client calls it."""
     token_ids: list[int]
@@ -93,6 +95,10 @@ class Request:
     def replays(self) -> bool:
         """Every token's KV is there: the last token runs again for its logits and writes nothing."""
         return self.computed >= len(self.token_ids)
+
+    def prompt_digest(self, layout: KVCacheLayout, num_tokens: int) -> str:
+        """Of the prompt's first tokens, with the salt: prefill and decode must mean the same ones."""
+        return prompt_digest(layout.row_fingerprint(), ExtraKeys(cache_salt=self.cache_salt), self.token_ids[:num_tokens])
 
     def timeline(self) -> RequestTimeline:
         return RequestTimeline(arrived_unix_s=self.arrived_unix_s, admitted_s=self.queue_s, loaded_s=self.loaded_s,

@@ -43,6 +43,8 @@ class EngineStats:
     cache: dict[str, Any]
     pd: dict[str, Any] | None = None
     """PDStats; None when colocated."""
+    indexer_store: dict[str, Any] | None = None
+    """OffloadStats of the indexer pages on the host; None = there is no such store."""
     draining: bool = False
     """It takes no new request, because it is about to stop."""
     index_groups: tuple[dict[str, Any], ...] = ()
@@ -63,7 +65,7 @@ class Tally:
         self._index_groups = layout.shape.index_groups
         self._rows = np.zeros((len(self._index_groups), len(TierRows._fields)), dtype=np.int64)
         self.resolve = ResolveStats()
-        self.finished = self.generated = self.import_failures = 0
+        self.finished = self.generated = 0
         self.step_seconds = dict.fromkeys(("schedule", "rank", "wire", "retire"), 0.0)
 
     def add_step(self, results: Sequence[StepResult], seats: Mapping[int, Request | None]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from ray.util import metrics
 
+from hisparse.config import ServeConfig
 from hisparse.metrics.metric import Kind, Metric
+from hisparse.metrics.sinks import NullSink, Sink
 
 
 class RaySink:
@@ -45,3 +47,8 @@ def _make(metric: Metric) -> Any:
     if metric.kind is Kind.GAUGE:
         return metrics.Gauge(metric.name, metric.help, metric.labels)
     return metrics.Histogram(metric.name, metric.help, list(metric.buckets), metric.labels)
+
+
+def make_sink(config: ServeConfig) -> Sink:
+    """Ray's, or none with `serve.metrics_interval_s: 0`."""
+    return RaySink() if config.metrics_interval_s else NullSink()

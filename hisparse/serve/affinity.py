@@ -91,7 +91,9 @@ class PrefixRouter(RequestRouter):
         if failed is not None and len(replicas) > 1:
             others = [replica for name, replica in replicas.items() if name != failed]
             return [random.sample(others, min(2, len(others))), [replicas[failed]]]
-        known = self._table.find(prefix_chain(call), replicas) if call is not None and len(replicas) > 1 else None
+        known = None
+        if pending_request is not None and call is not None and len(replicas) > 1:
+            known = self._table.find(_chain(pending_request, call), replicas)
         others = [replica for name, replica in replicas.items() if name != known]
         ranks = [random.sample(others, min(2, len(others)))]
         if known is not None and not self._is_busy(known, replicas):
@@ -101,13 +103,21 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         call = _call_of(pending_request)
         if call is not None:
-            self._table.remember(prefix_chain(call), replica_id)
+            self._table.remember(_chain(pending_request, call), replica_id)
             self._attempts.remember(_attempt(call), replica_id)
 
     def _is_busy(self, who: Any, replicas: Collection[Any]) -> bool:
         """An unknown length of a queue counts as 0."""
         lengths = {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
         return lengths[who] > min(lengths.values()) + self._slack
+
+
+def _chain(request: PendingRequest, call: GenerateCall) -> list[bytes]:
+    """`prefix_chain`, hashed once and kept on Serve's request: it chooses again while no replica accepts, then routes."""
+    chain: list[bytes] | None = vars(request).get("hisparse_chain")
+    if chain is None:
+        chain = vars(request)["hisparse_chain"] = prefix_chain(call)
+    return chain
 
 
 def _attempt(call: GenerateCall) -> list[bytes]:

@@ -15,10 +15,10 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.tokenizer import Tokenizer
 from hisparse.metrics import NullSink, RequestFeed
 from hisparse.metrics.request_feed import RequestTimer
+from hisparse.serve.background import spawn
 from hisparse.serve.calls import Chunk, GenerateCall, PrefillAnswer, TokenLogprob
 from hisparse.serve.chat import ChatTemplate
 from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
-from hisparse.serve.generation import spawn
 from hisparse.serve.prefill import PrefillClient
 from hisparse.telemetry import NullTracer, RequestSpans, Tracer
 from hisparse.types import FinishReason, RequestOutput, RequestStats

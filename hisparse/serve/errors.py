@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from hisparse.errors import EngineDeadError, ProtocolError, RequestError, TransferError
@@ -64,7 +63,7 @@ class ApiError(Exception):
             return error
         if isinstance(error, RequestError):
             return cls(error.status, str(error), error.field, ENGINE_UNAVAILABLE if error.status == 503 else "")
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        if isinstance(error, TimeoutError):
             return cls(504, str(error) or "the request did not finish before its deadline")
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code=ENGINE_UNAVAILABLE)

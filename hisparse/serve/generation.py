@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
+from hisparse.serve.background import spawn
 from hisparse.serve.calls import Backend, Chunk, GenerateCall
 from hisparse.serve.errors import ApiError
 
@@ -17,20 +17,6 @@ logger = logging.getLogger(__name__)
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 """(choice, increment)."""
 _Queue = asyncio.Queue[tuple[int, Chunk | BaseException]]
-_background: set[asyncio.Task[Any]] = set()
-
-
-def spawn(work: Coroutine[Any, Any, Any]) -> None:
-    """Runs `work` to its end even when the caller is being cancelled; failures are logged."""
-    task = asyncio.get_running_loop().create_task(work)
-    _background.add(task)
-    task.add_done_callback(_done)
-
-
-def _done(task: asyncio.Task[Any]) -> None:
-    _background.discard(task)
-    if not task.cancelled() and task.exception() is not None:
-        logger.warning("background work failed: %s", task.exception())
 
 
 class Generation:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from hisparse.actors.coordinator import EngineRequest
 from hisparse.config import PDConfig
 from hisparse.metrics import NullSink, RequestFeed
+from hisparse.serve.background import spawn
 from hisparse.serve.calls import PrefillAnswer, PrefillCall
 from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
-from hisparse.serve.generation import spawn
 from hisparse.telemetry import NullTracer, RequestSpans, Tracer
 from hisparse.telemetry.spans import Carrier
 from hisparse.types import RequestOutput, SamplingParams

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hisparse import ops
-from hisparse.config import CacheConfig
+from hisparse.config import GIB, CacheConfig
 from hisparse.config import hot_rows_max as configured_hot_rows_max
 from hisparse.errors import ConfigError
 from hisparse.layout import KVCacheLayout
 from hisparse.trace.recorder import SelectionRecorder
-from hisparse.worker import host_memory
 from hisparse.worker.counters import Counters
 from hisparse.worker.device_cache import DeviceCache
 from hisparse.worker.handle import HiSparseCacheHandle
@@ -162,4 +161,4 @@ def build_worker(
 def _log_progress(listener: Callable[[int, int], None] | None, done_bytes: int, total_bytes: int) -> None:
     if listener is not None:
         listener(done_bytes, total_bytes)
-    _log.info("pinned %.1f/%.1f GiB of the host pool", done_bytes / host_memory.GIB, total_bytes / host_memory.GIB)
+    _log.info("pinned %.1f/%.1f GiB of the host pool", done_bytes / GIB, total_bytes / GIB)

@@ -130,7 +130,8 @@ class HiSparseCacheHandle:
         """
         found, history, history_ids, copied = self._find(topk, batch)
         if history_ids is not None:
-            self._counters.add("prefill_host_rows", batch.seats, (history_ids >= 0).sum(1) if copied is None else copied)
+            copied = (history_ids >= 0).sum(1) if copied is None else copied
+            self._counters.add("prefill_host_rows", batch.seats, copied, self.layer)
         # a follower lies behind its leader in a block, so that the leader's ids serve when counting starts there
         rows = self._view.rows[self._view.row_offset - found.row_offset :]
         return SelectedRows(rows=rows, row_ids=found.row_ids, host_rows=history, host_ids=history_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from pathlib import Path
 
 import numpy as np
 
@@ -37,16 +38,17 @@ def write_head(memory: mmap.mmap, layout: KVCacheLayout, num_blocks: int) -> Non
     memory[: HEAD.size] = HEAD.pack(MAGIC, layout.fingerprint().encode(), num_blocks, body_offset(num_blocks), 1)
 
 
-def head_problem(head: bytes, layout: KVCacheLayout, num_blocks: int) -> str:
+def head_problem(head: bytes, layout: KVCacheLayout, num_blocks: int, path: Path) -> str:
     """Why a pool is not ready yet ('' = it is). Raises ConfigError when it never will be."""
     if len(head) < HEAD.size or head[:8] == bytes(8):
         return "its owner has not finished creating it"
     magic, fingerprint, blocks, body, ready = HEAD.unpack(head)
     if magic != MAGIC:
-        raise ConfigError(f"this is no host pool of this version (magic {magic!r})")
+        raise ConfigError(f"{path} is no host pool of this version (it begins with {magic!r}); keeper and ranks "
+                          "must be of the same version of hisparse")
     if fingerprint != layout.fingerprint().encode() or blocks != num_blocks or body != body_offset(num_blocks):
         raise ConfigError(
-            f"the shared host pool holds {blocks} pages of layout {fingerprint.decode()}, expected {num_blocks} of "
+            f"the shared host pool {path} holds {blocks} pages of layout {fingerprint.decode()}, expected {num_blocks} of "
             f"{layout.fingerprint()}; every rank must use the configuration its keeper has"
         )
     return "" if ready else "its owner has not finished creating it"

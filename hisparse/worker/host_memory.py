@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hisparse.config import GIB
 from hisparse.errors import ConfigError
 
-GIB = 1 << 30
 SHM = Path("/dev/shm")
 _PATTERN = "hisparse-*.pool"
 _OWNED = re.compile(r"hisparse-[\w-]+\.(?P<pid>\d+)\.(?P<start>\d+)\.(?P<space>\d+)\.pool")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.config import GIB
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.layout import KVCacheLayout
 from hisparse.worker import host_memory, pinned
@@ -129,7 +130,8 @@ class HostPool:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot create the shared host pool {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot create the shared host pool {path}: {error.strerror}; its directory must be writable, "
+                              "and a file of that name whose engine is dead may be removed") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             if os.fstat(fd).st_nlink == 0:
@@ -144,7 +146,7 @@ class HostPool:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"the shared host pool {path} needs {total} bytes ({total / host_memory.GIB:.2f} GiB) and "
+                    f"the shared host pool {path} needs {total} bytes ({total / GIB:.2f} GiB) and "
                     f"allocating them failed: {error.strerror}; lower cache.host_pool_gib"
                 ) from error
             raise
@@ -167,11 +169,12 @@ class HostPool:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    why = head_problem(os.pread(fd, HEAD.size, 0), layout, num_blocks)
+                    why = head_problem(os.pread(fd, HEAD.size, 0), layout, num_blocks, path)
                     if not why:
                         if os.fstat(fd).st_size != total:
                             raise ConfigError(
-                                f"the shared host pool {path} has {os.fstat(fd).st_size} bytes, expected {total}"
+                                f"the shared host pool {path} has {os.fstat(fd).st_size} bytes, expected {total}; every rank "
+                                "must use the configuration its keeper has"
                             )
                         fcntl.flock(fd, fcntl.LOCK_SH)
                         if os.fstat(fd).st_nlink == 0:

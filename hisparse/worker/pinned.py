@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hisparse.config import GIB
 from hisparse.errors import ConfigError, InvariantError
 
-GIB = 1 << 30
 CHUNK_BYTES = 16 * GIB
 """Far below the 512 GiB that one registration may have, and under a second each, for the progress report."""
 Progress = Callable[[int, int], None]
@@ -126,7 +126,8 @@ def pin(
             elif seen != first_device_address + offset:
                 raise ConfigError(
                     f"chunk {i + 1} of the host pool is at {seen:#x} on {device}, not {offset} bytes behind the first at "
-                    f"{first_device_address:#x}: kernels need one range; set a chunk size that covers the pool"
+                    f"{first_device_address:#x}: kernels need one range; lower cache.host_pool_gib until one "
+                    f"registration of {chunk_bytes / GIB:g} GiB covers the pool"
                 )
             offset += size
             if progress is not None:

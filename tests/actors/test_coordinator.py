@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hisparse.actors.coordinator import CoordinatorActor, EngineRequest, merge
+from hisparse.actors.coordinator import CoordinatorActor, EngineRequest
+from hisparse.actors.output_streams import merge
 from hisparse.errors import EngineDeadError, InvariantError, RequestError
 from hisparse.types import FinishReason, RequestOutput, RequestStats, SamplingParams
 from tests.actors.fakes import FakeCore

@@ -22,6 +22,7 @@ CASES = {
     "metadata 2x2k", "growth, per changed page, 2x2k", "growth, per changed page, 4x2k",
     "growth, per changed page, most/least", "growth, keys, 2k", "growth, host landing, 2k", "growth, prefix hit, 2k",
     "growth, keys, 4k", "growth, host landing, 4k", "growth, prefix hit, 4k",
+    "worst step, come and go, Python collects, 2x2k", "worst step, come and go, engine collects, 2x2k",
 }
 
 

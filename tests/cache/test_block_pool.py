@@ -126,7 +126,7 @@ def test_the_latest_watcher_counts() -> None:
 def test_accept_restricts_the_choice_and_changes_nothing_on_refusal() -> None:
     pool = BlockPool(6)
     assert pool.allocate(3, lambda block: block % 2 == 0) is None
-    assert pool.num_free == 5 and not pool.has_handed_out
+    assert pool.num_free == 5 and pool.take_handed_out() == ((), ())
     assert pool.allocate(2, lambda block: block % 2 == 0).tolist() == [2, 4]
     pool.check()
 

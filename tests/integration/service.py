@@ -15,7 +15,7 @@ import openai
 
 from hisparse.cli import free_port
 from hisparse.config import load_config
-from hisparse.serve.app import serving
+from hisparse.serve.instance import serving
 
 SMALL: dict[str, Any] = {
     "model": {"path": "recall", "max_model_len": 2048},

@@ -47,7 +47,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
         if command.step == 14:
             time.sleep(60)
-        return StepResult(step=command.step, rank=self.rank, incarnation=1, device_s=float(len(command.chunks)))
+        return StepResult(step=command.step, rank=self.rank, incarnation=1, worked_s=float(len(command.chunks)))
 
 
 class Counter:
@@ -121,7 +121,7 @@ def test_executor_steps(ranks: list[Actor]) -> None:
     chunk = ScheduledChunk(request_id="r", seat=0, first_position=0, token_ids=tuple(range(512)))
     for step in (1, 2):
         executor.submit(StepCommand(step=step, chunks=(chunk,) * step))
-    assert [[r.device_s for r in executor.collect(30.0)] for _ in (1, 2)] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [[r.worked_s for r in executor.collect(30.0)] for _ in (1, 2)] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 def test_a_killed_rank_is_noticed_at_once(ranks: list[Actor]) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from hisparse.engine.core import EngineCore
+from hisparse.engine.imports import Imports
 from hisparse.engine.load_failures import LoadFailurePolicy, Recovery
+from hisparse.engine.open_requests import OpenRequests
 from hisparse.engine.request import Request
-from hisparse.types import FinishReason
 from tests.mutations.faults import Fault, Patch, wrap
 
 
 def a_failed_import_needs_no_budget(patch: Patch) -> None:
     """Every recompute takes from the budget."""
-    patch.setattr(EngineCore, "_decide", lambda self, request: Recovery.RECOMPUTE)
+    patch.setattr(Imports, "decide", lambda self, request: Recovery.RECOMPUTE)
 
 
 def the_budget_is_kept_to_the_end(patch: Patch) -> None:
@@ -27,20 +28,18 @@ def the_budget_is_kept_to_the_end(patch: Patch) -> None:
 
 def an_overdue_import_keeps_its_name(patch: Patch) -> None:
     """A request leaves its id to the pages that its overdue import may still write."""
-    def leave(original: Any, self: EngineCore, request: Request) -> None:
+    def keep(original: Any, self: OpenRequests, request: Request) -> None:
         name = request.request_id
         original(self, request)
-        self.cache.close(request.request_id)
-        self.requests[name] = self.requests.pop(request.request_id)
+        self[name] = self.pop(request.request_id)
         request.request_id = name
-        self.cache.open(name, request.token_ids, max_tokens=request.sampling.max_tokens)
-    wrap(patch, EngineCore, "_leave_quarantined", leave)
+    wrap(patch, OpenRequests, "rename", keep)
 
 
 def an_overdue_import_is_an_error(patch: Patch) -> None:
     """The policy decides what becomes of an overdue import."""
-    wrap(patch, EngineCore, "_import_failed", lambda original, self, request, problem:
-         self._close(request, FinishReason.ERROR, error=problem) if "quarantine" in problem
+    wrap(patch, Imports, "failed", lambda original, self, request, problem:
+         self._refuse(request, problem) if "quarantine" in problem
          else original(self, request, problem))
 
 
@@ -52,8 +51,8 @@ def a_retry_counts_for_nothing(patch: Patch) -> None:
 
 def an_unusable_answer_is_not_a_failure(patch: Patch) -> None:
     """An answer that cannot be used falls under the policy, too."""
-    take = EngineCore._take_answer
-    patch.setattr(EngineCore, "_take_answer", lambda self, request, params: (take(self, request, params), None)[1])
+    take = Imports.take_answer
+    patch.setattr(Imports, "take_answer", lambda self, request, params: (take(self, request, params), None)[1])
 
 
 def nobody_tells_prefill_that_the_client_left(patch: Patch) -> None:

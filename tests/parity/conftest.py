@@ -8,7 +8,10 @@ import pytest
 
 from hisparse.config import HiSparseConfig
 from hisparse.testing.local_engine import LocalEngine
-from tests.parity.rig import Rig
+from hisparse.types import Landing
+from tests.parity.cells import never_fits_resident
+from tests.parity.failures import MakePair
+from tests.parity.rig import Rig, engine_config
 
 _IDS = itertools.count()
 
@@ -28,3 +31,20 @@ def make_rig(tiny_checkpoints: dict[str, Path]) -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in rigs:
         rig.close()
+
+
+@pytest.fixture
+def pair(make_rig: Callable[..., Rig], tiny_checkpoints: dict[str, Path]) -> MakePair:
+    """(policy, landing, ...) -> Rig. The prefill pool is small, so that pages are reused soon."""
+    def make(*, policy: str = "recompute", landing: Landing = Landing.RESIDENT, model: str = "glm52", lease_s: float = 30.0,
+             deadline_s: float = 20.0, transport: str = "loopback", seats: int = 8, slack: int | None = None) -> Rig:
+        path = tiny_checkpoints[model]
+        pd = {"lease_s": lease_s, "transfer_deadline_s": deadline_s, "transport": transport,
+              "kv_load_failure_policy": policy}
+        rig = make_rig(engine_config(path, "decode", pd=pd, scheduler={"max_num_seqs": seats}, slack=slack),
+                       engine_config(path, "prefill", pd=pd, slack=30, host_pages=30))
+        if landing is Landing.HOST:
+            never_fits_resident(rig.decode)
+        return rig
+
+    return make

@@ -21,8 +21,8 @@ from hisparse.pd.loopback import DEFAULT_NETWORK, LoopbackTransport
 from hisparse.types import FinishReason
 from tests.mutations import load_faults
 from tests.mutations.faults import Fault
+from tests.parity.failures import FAILURES, changed
 from tests.parity.rig import Rig, Served, check_tokens, engine_config, greedy, prompt_of
-from tests.parity.test_failures import FAILURES, changed
 
 TOKENS, PROMPT = 6, 150
 PATIENCE_S = 60.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from hisparse.engine.request import RequestState
 from hisparse.metrics import CATALOGUE, EngineFeed, MemorySink
 from tests.parity.cells import never_fits_resident
+from tests.parity.failures import TOKENS, expire_before_reading
 from tests.parity.rig import Rig, engine_config, greedy, prompt_of
-from tests.parity.test_failures import TOKENS, expire_before_reading
 
 MakeRig = Callable[..., Rig]
 BY_NAME = {metric.name: metric for metric in CATALOGUE}

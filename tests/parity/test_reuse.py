@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.failures import evict_indexer_pages
 from tests.parity.rig import BLOCK, Rig, engine_config, prompt_of
-from tests.parity.test_failures import evict_indexer_pages
 
 TOKENS = 8
 LENGTHS = [n for pages in (1, 2, 5, 8) for n in (pages * BLOCK - 1, pages * BLOCK, pages * BLOCK + 1)]
@@ -82,7 +82,10 @@ def test_a_hit_whose_indexer_pages_come_from_the_store(make_rig: MakeRig, tiny_c
     prompt = rig.served["first"].prompt
     rig.put("again", prompt[:128] if aligned else prompt, TOKENS)
     rig.run()
-    assert rig.decode.core.stats().indexer_loads == 1
+    stats = rig.decode.core.stats()
+    store = stats.indexer_store or {}
+    assert stats.indexer_loads == 1 and 0 < store["loaded_pages"] <= 128 // BLOCK and not store["loads_failed"]
+    assert store["loaded_pages"] <= store["used_pages"] <= store["capacity_pages"] and store["stored_pages"]
     assert rig.answer("again").stats.cached_tokens == 128
     rig.check()
 

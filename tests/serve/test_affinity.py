@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.request_router import PendingRequest
 
-from hisparse.serve.affinity import CHUNK_CHARS, CHUNK_TOKENS, MAX_CHUNKS, PrefixTable, prefix_chain
+from hisparse.serve import affinity
+from hisparse.serve.affinity import CHUNK_CHARS, CHUNK_TOKENS, MAX_CHUNKS, PrefixRouter, PrefixTable, prefix_chain
 from hisparse.serve.calls import GenerateCall
 
 
@@ -56,3 +60,28 @@ def test_the_table_is_bounded() -> None:
         assert len(table) <= 6
     assert table.find(chain(text="0" * 512), range(5)) == 0 and table.find(chain(text="4" * 512), range(5)) == 4
     assert table.find(chain(text="1" * 512), range(5)) is None
+
+
+def test_a_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often Serve chooses for it before a replica accepts; and each prompt goes by its own hash."""
+    hashed: list[str | None] = []
+    monkeypatch.setattr(affinity, "prefix_chain", lambda call: hashed.append(call.text) or prefix_chain(call))
+    replicas: list[Any] = [SimpleNamespace(replica_id=name) for name in "abc"]
+
+    async def route() -> list[Any]:
+        router = PrefixRouter.__new__(PrefixRouter)  # its own state only: Serve's needs a cluster
+        router._replica_queue_len_cache = {}  # type: ignore[assignment]
+        router.initialize_state()
+        first = []
+        for text, home in (("x" * 1000, "a"), ("y" * 1000, "b"), ("x" * 2000, None), ("y" * 2000, None)):
+            request = PendingRequest([GenerateCall(request_id="r", text=text)], {}, SimpleNamespace())  # type: ignore[arg-type]
+            for _ in range(3):
+                ranks = await router.choose_replicas(replicas, request)
+            if home is not None:
+                router.on_request_routed(request, home, None)
+            else:
+                first.append([replica.replica_id for replica in ranks[0]])
+        return first
+
+    assert asyncio.run(route()) == [["a"], ["b"]]
+    assert hashed == ["x" * 1000, "y" * 1000, "x" * 2000, "y" * 2000]

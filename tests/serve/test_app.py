@@ -117,7 +117,7 @@ def test_scaling_that_cannot_be_is_refused(serve: dict[str, Any], text: str) -> 
 
 def test_an_engine_that_has_never_answered_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator has its name before its process can answer; one that answered before and does not now is in trouble."""
-    from hisparse.serve import app
+    from hisparse.serve import backend
 
     class Coordinator:
         label, outcome = "coordinator/a/decode-1", Exception()
@@ -128,12 +128,12 @@ def test_an_engine_that_has_never_answered_is_starting(monkeypatch: pytest.Monke
             return self.outcome
 
     actor: Any = Coordinator()
-    monkeypatch.setattr(app, "find_actors", lambda prefix: [actor])
-    backend = app.ServeBackend(None, "a")  # type: ignore[arg-type]
+    monkeypatch.setattr(backend, "find_actors", lambda prefix: [actor])
+    service = backend.ServeBackend(None, "a")  # type: ignore[arg-type]
 
     def health(outcome: Any) -> dict[str, Any]:
         actor.outcome = outcome
-        (engine,) = asyncio.run(backend.engines(False))
+        (engine,) = asyncio.run(service.engines(False))
         assert engine["engine"] == "decode-1"
         return dict(engine["health"])
 

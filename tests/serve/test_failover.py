@@ -14,7 +14,7 @@ from hisparse.serve.calls import Chunk, GenerateCall
 from hisparse.serve.errors import ENGINE_UNAVAILABLE, ApiError
 from hisparse.serve.failover import MAX_ATTEMPTS, with_failover
 from hisparse.types import FinishReason
-from tests.serve.test_decode import Setup
+from tests.serve.fake_engine import Setup
 
 DEAD = ApiError(503, "rank 0 is dead", code=ENGINE_UNAVAILABLE)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hisparse.errors import EngineDeadError
-from hisparse.serve import app
+from hisparse.serve import replicas
 from hisparse.telemetry import NullTracer
 
 
@@ -38,21 +38,21 @@ DEAD = {"ok": False, "reason": "step 4: rank 0 is dead"}
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     monkeypatch.setattr(os, "_exit", lambda code: done.append(f"exit {code}"))
-    monkeypatch.setattr(app, "LEAVE_S", 0.0)
+    monkeypatch.setattr(replicas, "LEAVE_S", 0.0)
     return done
 
 
 class Replica:
-    """What `_EngineReplica` has after its start. No instance of it: its `__del__` is asynchronous, and Serve's to call."""
+    """What `EngineReplica` has after its start. No instance of it: its `__del__` is asynchronous, and Serve's to call."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.tracer, self._leaving, self._drain_timeout_s = engine, NullTracer(), False, 25.0
 
     async def leave_if_dead(self) -> None:
-        await app._EngineReplica.leave_if_dead(self)  # type: ignore[arg-type]
+        await replicas.EngineReplica.leave_if_dead(self)  # type: ignore[arg-type]
 
     async def end(self) -> None:
-        await app._EngineReplica.__del__(self)  # type: ignore[arg-type]
+        await replicas.EngineReplica.__del__(self)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("health", [{"ok": True}, {"ok": False, "starting": True, "reason": "loading"}])

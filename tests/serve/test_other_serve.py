@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from hisparse.errors import HiSparseError
-from hisparse.serve import app
+from hisparse.serve import instance
 
 
 def play(monkeypatch: pytest.MonkeyPatch, *answers: object) -> list[float]:
@@ -22,8 +22,8 @@ def play(monkeypatch: pytest.MonkeyPatch, *answers: object) -> list[float]:
             raise answer
         return answer
 
-    monkeypatch.setattr(app.serve, "status", status)
-    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    monkeypatch.setattr(instance.serve, "status", status)
+    monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
     return waits
 
 
@@ -34,25 +34,25 @@ OTHER = SimpleNamespace(proxies={"node": "HEALTHY"}, applications={"other": obje
 
 def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(monkeypatch, NONE) == []
-    app.check_no_other_serve()
+    instance.check_no_other_serve()
 
 
 @pytest.mark.parametrize("end", [NONE, RayActorError()])
 def test_an_ending_instance_is_waited_for(monkeypatch: pytest.MonkeyPatch, end: object) -> None:
     waits = play(monkeypatch, ENDING, ENDING, end)
-    app.check_no_other_serve()
+    instance.check_no_other_serve()
     assert waits == [0.5, 0.5]
 
 
 def test_an_instance_with_an_application_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = play(monkeypatch, OTHER)
     with pytest.raises(HiSparseError, match=r"already runs on this cluster \(other\)"):
-        app.check_no_other_serve()
+        instance.check_no_other_serve()
     assert waits == []
 
 
 def test_an_instance_that_stays_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = play(monkeypatch, ENDING)
     with pytest.raises(HiSparseError, match=r"\(no application\)"):
-        app.check_no_other_serve()
-    assert app.ENDING_S <= sum(waits) < app.ENDING_S + 2
+        instance.check_no_other_serve()
+    assert instance.ENDING_S <= sum(waits) < instance.ENDING_S + 2

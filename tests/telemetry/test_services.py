@@ -18,8 +18,8 @@ from hisparse.serve.prefill import PrefillService
 from hisparse.serve.tracing import Traced
 from hisparse.types import FinishReason, RequestOutput, RequestTimeline
 from tests.serve.conftest import small_config
+from tests.serve.fake_engine import FakeEngine, Setup
 from tests.serve.fakes import FakeBackend
-from tests.serve.test_decode import FakeEngine, Setup
 from tests.telemetry.test_request_spans import CALLER, PARENT, TRACE, Recorded, failed
 
 SECRET = "xylophone"

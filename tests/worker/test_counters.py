@@ -30,13 +30,16 @@ def rig() -> Iterator[Rig]:
     rig.shutdown()
 
 
-def attend(rig: Rig, batch: RowBatch, selected: list[list[int]]) -> None:
-    """The layers of index group `g` select the positions `selected[g]` in every row."""
+def attend(rig: Rig, batch: RowBatch, selected: list[list[int]], *, own_attention: bool = False) -> None:
+    """The layers of index group `g` select the positions `selected[g]` in every row. `own_attention`: they only resolve."""
     n = batch.num_rows
     for group, positions in zip(GROUPS, selected):
         topk = torch.tensor([positions + [-1] * (6 - len(positions))] * n, dtype=torch.int32)
         for layer in group:
-            rig.handles[layer].attend(torch.ones(n, HEADS, rig.layout.row.row_elems), topk, batch, 1.0)
+            if own_attention:
+                rig.handles[layer].resolve(topk, batch)
+            else:
+                rig.handles[layer].attend(torch.ones(n, HEADS, rig.layout.row.row_elems), topk, batch, 1.0)
 
 
 def test_each_index_group_counts_its_own_layers_and_tiers(rig: Rig) -> None:
@@ -52,10 +55,14 @@ def test_each_index_group_counts_its_own_layers_and_tiers(rig: Rig) -> None:
     assert rig.worker.output().index_groups == (), "nothing was selected since"
 
 
-def test_rows_that_prefill_reads_from_the_host_are_their_groups(rig: Rig) -> None:
+@pytest.mark.parametrize("own_attention", [False, True])
+def test_rows_that_prefill_reads_from_the_host_are_their_groups(rig: Rig, own_attention: bool) -> None:
     batch = RowBatch.build([2, 2], [2, 3], writes=False, is_prefill=True)
-    output = rig.step(lambda: attend(rig, batch, [[0], [0, 1, 2], [1, 2], []]))
-    assert output.index_groups == (TierRows(prefill_host=2), TierRows(prefill_host=3), TierRows(prefill_host=3 * 2), NOTHING)
+    output = rig.step(lambda: attend(rig, batch, [[0], [0, 1, 2], [1, 2], []], own_attention=own_attention))
+    each = 2 if own_attention else 1  # our attention gathers a row once for both query rows, another may read it twice
+    assert output.index_groups == (
+        TierRows(prefill_host=2 * each), TierRows(prefill_host=3 * each), TierRows(prefill_host=3 * 2 * each), NOTHING)
+    assert output.stats.prefill_host_rows == 11 * each
 
 
 def test_groups_and_seats_add_up_to_the_same_rows(rig: Rig) -> None:

@@ -136,11 +136,13 @@ class DSAModel:
         check_seams(network)
         attentions = attention_layers(network)
         if not len(attentions) == len(handles) == shape.num_layers:
-            raise ConfigError(f"{len(attentions)} layers, {len(handles)} handles, config.json says {shape.num_layers}")
+            raise ConfigError(f"{len(attentions)} layers, {len(handles)} handles, config.json says {shape.num_layers}; "
+                              "all must be of the same checkpoint")
         leaders = [group.leader for group in shape.index_groups]
         for layer, attention in enumerate(attentions):
             if (attention.indexer is not None) != (layer in leaders):
-                raise ConfigError(f"layer {layer}: transformers and config.json disagree on who owns an indexer")
+                raise ConfigError(f"layer {layer}: transformers and config.json disagree on who owns an indexer; "
+                                  "use the checkpoint's own config.json, with a transformers that knows its indexer_types")
         self.network, self.shape = network, shape
         self._layers = [HandleLayer(handle, attention, parallel or HeadParallel())
                         for handle, attention in zip(handles, attentions)]
@@ -229,7 +231,7 @@ def load_network(config: ModelConfig, *, num_ranks: int = 1,
     if missing:
         raise ConfigError(
             f"model.path: {path} lacks {len(missing)} weights, e.g. {missing[0]}; transformers would fill them with "
-            "random numbers"
+            "random numbers; download the checkpoint again"
         )
     check_seams(network)
     if device is not None and device.type == "cuda":
