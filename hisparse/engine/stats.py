@@ -51,7 +51,7 @@ class EngineStats:
     """The rows of `resolve` by index group: its layers, and the fields of TierRows."""
 
     def asdict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"resolve": self.resolve._asdict()}
 
 
 class Tally:

@@ -226,7 +226,8 @@ def _attributes(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stats(stats: RequestStats) -> dict[str, Any]:
-    return {**asdict(stats), "landing": None if stats.landing is None else stats.landing.value}
+    landing = None if stats.landing is None else stats.landing.value
+    return {**asdict(stats), "resolve": stats.resolve._asdict(), "landing": landing}
 
 
 async def _before(work: Awaitable[T], deadline: float) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 
@@ -36,9 +37,11 @@ class TierRows(NamedTuple):
     prefill_host: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolveStats:
-    """Selected rows by the tier that served them, summed over layers and query rows; and bytes moved."""
+class ResolveStats(NamedTuple):
+    """Selected rows by the tier that served them, summed over layers and query rows; and bytes moved. `+` adds field by field.
+
+    A tuple, because every step makes, sends and adds one for each of its requests.
+    """
 
     resident_rows: int = 0
     hot_rows: int = 0
@@ -53,12 +56,8 @@ class ResolveStats:
     spilled_bytes: int = 0
     """The part of `device_to_host_bytes` that pages took; mirrored rows took the rest."""
 
-    def __add__(self, other: ResolveStats) -> ResolveStats:
-        return ResolveStats(**{name: getattr(self, name) + getattr(other, name) for name in _STAT_FIELDS})
-
-
-_STAT_FIELDS = ("resident_rows", "hot_rows", "miss_rows", "prefill_host_rows", "host_to_device_bytes",
-                "device_to_host_bytes", "mirrored_rows", "spilled_pages", "spilled_bytes")
+    def __add__(self, other: tuple[int, ...]) -> ResolveStats:  # type: ignore[override]
+        return ResolveStats(*map(add, self, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class HiSparseWorkerOutput:
     rank: int
     incarnation: int
     acks: tuple[TransferAck, ...] = ()
-    stats: ResolveStats = ResolveStats()
+    stats: ResolveStats = field(default_factory=ResolveStats)
     request_stats: Mapping[int, ResolveStats] = field(default_factory=dict)
     """By seat: the share of `stats` that each scheduled seat caused."""
     index_groups: tuple[TierRows, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,8 +97,8 @@ class Counters:
         by_column, by_group = self._tables(self._arrived())
         table = by_column[:, :-1].numpy()
         seats = np.flatnonzero(table.any(0))
-        by_seat = dict(zip(seats.tolist(), map(self._stats, table[:, seats].T.tolist())))
-        total = self._stats(table.sum(1).tolist()) + ResolveStats(
+        by_seat = dict(zip(seats.tolist(), self._stats(table[:, seats])))
+        total = self._stats(table.sum(1, keepdims=True))[0] + ResolveStats(
             host_to_device_bytes=self.restored_rows * self._row_bytes,
             device_to_host_bytes=self.spilled_bytes,
             spilled_pages=self.spilled_pages,
@@ -127,14 +128,11 @@ class Counters:
             self._free.append(values)
         return sums
 
-    def _stats(self, values: list[int]) -> ResolveStats:
-        resident, hot, miss, prefill, mirrored = values
-        return ResolveStats(
-            resident_rows=resident,
-            hot_rows=hot,
-            miss_rows=miss,
-            prefill_host_rows=prefill,
-            mirrored_rows=mirrored,
-            host_to_device_bytes=(miss + prefill) * self._row_bytes,
-            device_to_host_bytes=mirrored * self._row_bytes,
-        )
+    def _stats(self, table: np.ndarray[Any, Any]) -> list[ResolveStats]:
+        """Of each column of int64 [fields, n]."""
+        counts = dict(zip(_FIELDS, table))
+        counts["host_to_device_bytes"] = (counts["miss_rows"] + counts["prefill_host_rows"]) * self._row_bytes
+        counts["device_to_host_bytes"] = counts["mirrored_rows"] * self._row_bytes
+        nothing = np.zeros(table.shape[1], dtype=np.int64)
+        columns = np.stack([counts.get(name, nothing) for name in ResolveStats._fields], axis=1)
+        return list(map(ResolveStats._make, columns.tolist()))

@@ -8,6 +8,7 @@ On the CPU the two are the same memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class KVTables:
         """Entries of each table's row at and beyond which everything is null."""
         self._changed: list[tuple[int, int]] = []
         """First entry and count of what the CPU changed since the last flush."""
-        self._mirrored: dict[int, list[MirrorSpan]] = {}
+        self._mirrored: tuple[MirrorSpan, ...] = ()
 
     # ---- named tables
     @property
@@ -242,24 +243,24 @@ class KVTables:
 
     def _take_mirrors(self, spans: Iterable[MirrorSpan]) -> None:
         """Most seats have the same spans as in the step before: those are left alone."""
-        wanted: dict[int, list[MirrorSpan]] = {}
-        for span in spans:
+        old, new = self._mirrored, tuple(spans)
+        if new == old:
+            return
+        seats = {span.seat for pair in zip_longest(old, new) if pair[0] != pair[1] for span in pair if span is not None}
+        changed = [span for span in new if span.seat in seats]
+        for span in changed:
             self._check_seat(span.seat, "mirror span")
             end = span.first_page + len(span.host_blocks)
             if span.first_page < 0 or end > self.pages:
                 raise InvariantError(
                     f"mirror span of seat {span.seat} covers pages {span.first_page}..{end} of {self.pages}"
                 )
-            wanted.setdefault(span.seat, []).append(span)
-        for seat, old in self._mirrored.items():
-            if wanted.get(seat) != old:
-                for span in old:
-                    self._mirror_span(span, 0)
-        for seat, new in wanted.items():
-            if self._mirrored.get(seat) != new:
-                for span in new:
-                    self._mirror_span(span, np.maximum(np.array(span.host_blocks, dtype=np.int32), 0))
-        self._mirrored = wanted
+        for span in old:
+            if span.seat in seats:
+                self._mirror_span(span, 0)
+        for span in changed:
+            self._mirror_span(span, np.maximum(np.array(span.host_blocks, dtype=np.int32), 0))
+        self._mirrored = new
 
     def _mirror_span(self, span: MirrorSpan, blocks: Array | int) -> None:
         count = len(span.host_blocks)
