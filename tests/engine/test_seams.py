@@ -81,7 +81,7 @@ def layer_of(tiny_checkpoints, handle=None) -> HandleLayer:
 def test_expanded_keys_instead_of_latents_are_refused(tiny_checkpoints) -> None:
     """What releases before 5.18 pass: keys of every head."""
     layer = layer_of(tiny_checkpoints)
-    layer.batch = RowBatch.build([0] * 3, range(3))
+    layer.batch = RowBatch.build([0] * 3, range(3), is_prefill=True)
     with pytest.raises(ConfigError, match=rf"transformers {VERSION} .*expected latents \[B, 1, S, 64\]"):
         layer.update(torch.zeros(1, 4, 3, 48), torch.zeros(1, 4, 3, 32))
 

@@ -100,7 +100,7 @@ class ScriptedEngine:
             EndedRequest(f"cmpl-{ids.randbytes(16).hex()}-0", STARTED_S - 5 * i, ("stop", "length")[i % 2], 900 + i, 16,
                          64 * i, "host", 0, (100, 50, i))
             for i in range(6 if self.names else 0))
-        return ResidencySample(stats=asdict(replace(stats, cache=asdict(cache))), block_size=64, requests=samples,
+        return ResidencySample(stats=replace(stats, cache=asdict(cache)).asdict(), block_size=64, requests=samples,
                                groups=((13, 320), (11, 256)), pending=pending, landings=self.landings, ended=ended)
 
     def report(self) -> dict[str, Any]:
