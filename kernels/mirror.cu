@@ -2,10 +2,9 @@
 //
 // mirror_rows
 //   Instance   UNITS: 16-byte units of a row.
-//   Geometry   at most MAX_CTAS CTAs of WARPS warps, each of which does one row and layer after the other; rows of a layer side by
-//              side. Few rows are on their way at a time: see below.
+//   Geometry   a few CTAs of WARPS warps, each of which does one row and layer after the other; rows of a layer side by side.
 //   Ownership  a host row is written by its warp alone, consecutive lanes write consecutive units: full bursts on the bus.
-//   Needs      the layers' appends are done (an event before the launch), and nothing writes these resident rows until it is.
+//   Needs      the layers' appends are done, and nothing writes these resident rows until it is.
 //              Distinct (seat, position) among writing rows; `block_size` a power of two.
 //   Sentinels  seat < 0, writes = 0, mirror block 0: skipped. No resident page: skipped, the append said so. A host row outside
 //              the pool: NO_TARGET, written nowhere.
@@ -13,9 +12,9 @@
 //              has happened.
 //   Determinism  copies; same inputs, same bytes.
 //
-// Apart from append, on a stream of its own: stores to host memory that come faster than the bus takes them pile up in the
-// memory system and hold up everybody's accesses (a copy at full speed made a forward beside it 4 times slower). So each warp waits
-// until its row has arrived before it takes the next one.
+// Apart from append, and behind the last layer's, in one launch: stores to host memory that come faster than the bus takes them
+// pile up in the memory system and hold up everybody's accesses, so nothing should run beside them. Alone they fill the bus: 23 MB
+// in rows of 1,152 bytes take 0.46 ms on PCIe 5, from 6 CTAs on.
 
 #include "common.cuh"
 
@@ -61,6 +60,5 @@ mirror_rows(const void* seats, i64 wide_seats, const void* positions, i64 wide_p
 #pragma unroll
         for (int k = 0; k < STEPS; ++k)
             if (k * 32 + lane < UNITS) store16(to + (k * 32 + lane) * 16, units[k]);
-        asm volatile("fence.acq_rel.sys;" ::: "memory");  // returns when the stores have arrived
     }
 }

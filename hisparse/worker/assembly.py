@@ -110,7 +110,7 @@ def build_worker(
     is_writer = host_pool is not None and (rank == 0 or not host_pool.is_shared)
     mirrors = None
     if host_pool is not None and is_writer:
-        mirrors = HostMirrors(layout, cache=cache, host_pool=host_pool, tables=tables, streams=streams, counters=counters)
+        mirrors = HostMirrors(layout, cache=cache, host_pool=host_pool, tables=tables, counters=counters)
     owner = {layer: runtime for runtime, group in zip(runtimes, layout.shape.index_groups) for layer in group.layers}
     handles = [
         HiSparseCacheHandle(

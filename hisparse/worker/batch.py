@@ -46,8 +46,6 @@ class RowBatch:
     """Resident, hot and missed entries [n] of each leader so far. Written by HiSparseRuntime."""
     appended: set[int] = field(default_factory=set)
     """Layers that appended their rows. Written by HiSparseCacheHandle."""
-    mirrored: set[int] = field(default_factory=set)
-    """Layers whose rows are on their way to the host. Written by HostMirrors."""
     _shared: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod

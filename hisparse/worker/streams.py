@@ -1,8 +1,8 @@
 """A rank's streams, and every event between them.
 
-Five streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, *prefetch* the copies
-of followers, *mirror* new rows to the host, *import* the copies of imported pages out of staging (on *dma* they would stand
-behind spills that wait for a forward). *host* stands for the threads of the process, which only ever ask.
+Four streams: *compute* is whatever stream is torch's current one when a step runs, *dma* carries spills, *prefetch* the copies
+of followers, *import* the copies of imported pages out of staging (on *dma* they would stand behind spills that wait for a
+forward). *host* stands for the threads of the process, which only ever ask.
 
 | event | recorded on | read by | means |
 |---|---|---|---|
@@ -12,8 +12,6 @@ behind spills that wait for a forward). *host* stands for the threads of the pro
 | IMPORT_DONE | import | host | the pages of a staging slot are in place: the slot is free |
 | PLAN_READY | compute | prefetch | a leader's miss plan is complete |
 | PREFETCHED | prefetch | compute | a follower's rows are in its hot region |
-| APPENDED | compute | mirror | some layers' new rows are in their resident pages |
-| MIRRORED | mirror | compute | all layers' new rows are on the host |
 | STAGING_READ | compute, dma | host | a pinned buffer was uploaded and may be filled again |
 | COUNTS_READ | compute | host | a snapshot of the counters is in pinned memory |
 
@@ -42,12 +40,11 @@ class Place(enum.Enum):
     COMPUTE = "compute"
     DMA = "dma"
     PREFETCH = "prefetch"
-    MIRROR = "mirror"
     IMPORT = "import"
     HOST = "host"
 
 
-_C, _D, _P, _M, _I, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.MIRROR, Place.IMPORT, Place.HOST
+_C, _D, _P, _I, _H = Place.COMPUTE, Place.DMA, Place.PREFETCH, Place.IMPORT, Place.HOST
 
 
 class StepEvent(enum.Enum):
@@ -59,8 +56,6 @@ class StepEvent(enum.Enum):
     IMPORT_DONE = ((_I,), (_H,), "the pages of a staging slot are in place: the slot is free")
     PLAN_READY = ((_C,), (_P,), "a leader's miss plan is complete")
     PREFETCHED = ((_P,), (_C,), "a follower's rows are in its hot region")
-    APPENDED = ((_C,), (_M,), "some layers' new rows are in their resident pages")
-    MIRRORED = ((_M,), (_C,), "all layers' new rows are on the host")
     STAGING_READ = ((_C, _D), (_H,), "a pinned buffer was uploaded and may be filled again")
     COUNTS_READ = ((_C,), (_H,), "a snapshot of the counters is in pinned memory")
 
@@ -88,7 +83,7 @@ class Streams:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        own = (Place.DMA, Place.PREFETCH, Place.MIRROR, Place.IMPORT)
+        own = (Place.DMA, Place.PREFETCH, Place.IMPORT)
         self._own = {place: _stream(self.device) for place in own}
 
     def raw(self, place: Place) -> Any:

@@ -151,7 +151,7 @@ def listening(app: FastAPI) -> Iterator[str]:
         thread.join(20)
 
 
-def wait_for(done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, "it did not happen in time"

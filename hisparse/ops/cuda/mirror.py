@@ -11,9 +11,8 @@ from hisparse.ops.cuda.module import Instance, kernel
 
 INSTANCES = tuple(Instance("mirror.cu", "mirror_rows", {"UNITS": units}) for units in (41, 72, 144))
 _WARPS = 32
-_MAX_CTAS = 2
-"""Rows on their way to the host at a time: 64, which is fast enough and leaves the forward beside it its bandwidth; on two
-processors, for a kernel that fills all of them in whole waves must not need one more wave."""
+_MAX_CTAS = 16
+"""6 fill the bus with rows of 1,152 bytes, and shorter ones need more of them."""
 
 
 def mirror_rows(
