@@ -48,16 +48,23 @@ class RankMemory:
 
     def __init__(self, seed: int, *, device_blocks: int = 64, host_blocks: int = 32, layout: KVCacheLayout = LAYOUT,
                  pool: HostPool | None = None) -> None:
-        rng = np.random.default_rng(seed)
         self.layout = layout
         self.cache = DeviceCache(layout, device_blocks)
         self.pool = pool or HostPool.private(layout, host_blocks)
         self.memory = LocalMemory(layout, self.cache, self.pool)
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        """Every byte and every generation is the seed's."""
+        rng = np.random.default_rng(seed)
         assert self.memory.host is not None
-        self.memory.device[:] = rng.integers(0, 256, self.memory.device.shape, dtype=np.uint8)
+        self._fill_device(rng.integers(0, 256, (self.cache.num_blocks, self.layout.block_bytes), dtype=np.uint8))
         self.memory.host[:] = rng.integers(0, 256, self.memory.host.shape, dtype=np.uint8)
-        self.cache.generations[:] = rng.integers(1, 1 << 63, device_blocks, dtype=np.uint64)
-        self.pool.generations[:] = rng.integers(1, 1 << 63, host_blocks, dtype=np.uint64)
+        for slab in (self.cache, self.pool):
+            slab.generations[:] = rng.integers(1, 1 << 63, slab.num_blocks, dtype=np.uint64)
+
+    def _fill_device(self, values: np.ndarray) -> None:
+        self.memory.device[:] = values
 
     # oracle: the bytes of one logical page of one layer, by tier
     def resident_row(self, layer: int, blocks: Sequence[int]) -> np.ndarray:
@@ -76,6 +83,26 @@ class RankMemory:
         assert self.memory.host is not None
         return self.memory.device.copy(), self.memory.host.copy()
 
+    def overwrite(self, pages: RequestPages, value: int) -> None:
+        """Every byte of the pages is `value`, in every tier that holds them."""
+        device, host = blocks_of(pages)
+        assert self.memory.host is not None
+        self.memory.device[device] = value
+        self.memory.host[:, host] = value
+
+    def give_away(self, pages: RequestPages, value: int) -> None:
+        """The pages get another owner: the generation first, then other bytes."""
+        device, host = blocks_of(pages)
+        self.cache.generations[device] += np.uint64(1)
+        self.pool.generations[host] += np.uint64(1)
+        self.overwrite(pages, value)
+
+    def holds(self, pages: RequestPages, value: int) -> bool:
+        """Whether every byte is still as `overwrite` left it."""
+        device, host = blocks_of(pages)
+        of_device, of_host = self.snapshot()
+        return bool((of_device[device] == value).all() and (of_host[:, host] == value).all())
+
     def generations_of(self, pages: RequestPages) -> PageGenerations:
         def device(ids: Sequence[int]) -> tuple[int, ...]:
             return tuple(int(self.cache.generations[i]) if i else 0 for i in ids)
@@ -83,6 +110,12 @@ class RankMemory:
         return PageGenerations(
             indexer=device(pages.indexer_blocks), resident=tuple(device(ids) for ids in pages.resident_blocks),
             host=tuple(int(self.pool.generations[i]) if i else 0 for i in pages.host_blocks))
+
+
+def blocks_of(pages: RequestPages) -> tuple[list[int], list[int]]:
+    """The device blocks and the host pages that are named."""
+    return ([*pages.indexer_blocks, *(block for group in pages.resident_blocks for block in group if block)],
+            [block for block in pages.host_blocks if block])
 
 
 def pick_pages(seed: int, num_pages: int, num_tokens: int, *, first_page: int = 0, resident: Sequence[bool],
