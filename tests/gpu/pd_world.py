@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents
@@ -18,6 +19,8 @@ from tests.pd.device_rank import DeviceRank
 from tests.pd.halves import Halves
 from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
 
+NEAR, FAR = "cuda:0", f"cuda:{max(torch.cuda.device_count() - 1, 0)}"
+"""Devices of decode and of a prefill process: two GPUs where there are two."""
 PAGES, TOKENS = 7, 26
 TAIL_ROWS = TOKENS - (PAGES - 1) * LAYOUT.block_size
 WAIT_S = 20.0

@@ -14,6 +14,7 @@ import torch
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.types import Landing
 from hisparse.worker.streams import Place
+from tests.gpu import pd_world
 from tests.gpu.engine_world import move_to_cuda, on_cuda
 from tests.gpu.gate import Gate, no_waiting
 from tests.gpu.pd_world import (
@@ -203,16 +204,16 @@ def test_requests_and_failing_reads_through_tight_pools(make_rig: Callable[..., 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[PrefillProcess]:
-    """A prefill engine in another process, on the last GPU."""
+    """A prefill engine in another process."""
     pytest.importorskip("nixl", reason="needs NIXL")
-    started = PrefillProcess("p", 5, device=f"cuda:{torch.cuda.device_count() - 1}", lease_s=30.0)
+    started = PrefillProcess("p", 5, device=pd_world.FAR, lease_s=30.0)
     yield started.wait_ready()
     started.end()
 
 
 @pytest.fixture(scope="module", params=["staged", "direct"])
 def over_nixl(request: pytest.FixtureRequest, process: PrefillProcess) -> Iterator[Half]:
-    half = Half(f"d-{request.param}", 2, role="decode", device="cuda:0", landing_path=request.param)
+    half = Half(f"d-{request.param}", 2, role="decode", device=pd_world.NEAR, landing_path=request.param)
     yield half
     half.close()
 

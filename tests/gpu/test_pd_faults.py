@@ -1,4 +1,4 @@
-"""The faults of `tests/integration/test_nixl_faults.py` in the middle of READs of GPU memory, prefill on the last GPU.
+"""The faults of `tests/integration/test_nixl_faults.py` in READs of GPU memory, between two GPUs where there are two.
 
 Over UCX's own choice (CUDA IPC), where READs go on without the peer's process once it is connected, and over TCP with copies
 through CPU memory, where they need it at every stage, as over a network.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from tests.gpu import pd_world
 from tests.integration.nixl_decode import Decode
 from tests.integration.nixl_faults import Fleet, decode_engines
 from tests.integration.test_nixl_faults import (  # noqa: F401
@@ -31,7 +31,7 @@ LINKS = {"ipc": "", "tcp": "tcp,cuda_copy"}
 
 @pytest.fixture(scope="module")
 def device() -> str:
-    return "cuda:0"
+    return pd_world.NEAR
 
 
 @pytest.fixture(scope="module", params=list(LINKS))
@@ -41,7 +41,7 @@ def link(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def fleet(link: str) -> Iterator[Fleet]:
-    fleet = Fleet(LINKS[link], device=f"cuda:{torch.cuda.device_count() - 1}", one_sided=link == "ipc")
+    fleet = Fleet(LINKS[link], device=pd_world.FAR, one_sided=link == "ipc")
     yield fleet
     fleet.end()
 

@@ -48,9 +48,8 @@ class Engines:
     def get(self, role: str, ranks: int) -> LocalEngine:
         if (role, ranks) not in self._running:
             config = engine_config(
-                self.path, role, tensor_parallel_size=ranks, slack=30 if role == "prefill" else None, host_pages=120,
-                pd={"transport": "nixl", "lease_s": 120.0,
-                    "landing_path": "direct" if ranks == 2 else "staged"})
+                self.path, role, tensor_parallel_size=ranks,
+                pd={"transport": "nixl", "lease_s": 120.0, "landing_path": "direct" if ranks == 2 else "staged"})
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(nixl, "NixlTransport", self._make)
                 self._running[role, ranks] = LocalEngine(config, engine_id=f"{role}-{ranks}")
@@ -202,8 +201,7 @@ def test_a_rank_that_is_stopped_in_a_read_and_goes_on(engines: Engines, monkeypa
     assert pair.answer(again[0]).stats.imported_tokens == 90, "the rank serves again"
 
 
-@LANDINGS
-@pytest.mark.parametrize("decode", [1, 2])
+@pytest.mark.parametrize(("decode", "landing"), [(1, Landing.RESIDENT), (2, Landing.HOST)])
 def test_a_rank_that_is_killed_among_reads_and_its_successor(engines: Engines, monkeypatch: pytest.MonkeyPatch, decode: int,
                                                              landing: Landing) -> None:
     """Several imports are under way when a prefill rank dies: own KV or recomputed. The engine starts anew under its id."""
