@@ -177,7 +177,7 @@ class TransferThread:
             importer.submit(plan)
         for job_id in command.cancels:
             importer.cancel(job_id)
-        for notice in command.notices if self._rank == 0 else ():  # one is enough, and needs a connection to the peer's rank 0
+        for notice in command.notices:
             try:
                 importer.peers.connect(notice.peer_id, notice.endpoint)
                 transport.notify(notice.endpoint.agent, notice.payload)
