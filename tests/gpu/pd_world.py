@@ -11,6 +11,7 @@ import torch
 
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents
+from hisparse.layout import KVCacheLayout
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
 from hisparse.types import ImportTarget, Landing, RequestPages
@@ -37,9 +38,9 @@ class Half(Halves):
     """One engine: memory, worker half on its own transfer thread, scheduler half."""
 
     def __init__(self, name: str, seed: int, *, role: str, device: str = "cuda", network: LoopbackNetwork | None = None,
-                 incarnation: int = 77, **config: Any) -> None:
+                 incarnation: int = 77, layout: KVCacheLayout = LAYOUT, **config: Any) -> None:
         settings = PDConfig(role=role, **{"staging_slots": 2, "staging_slot_pages": 2, **config})  # type: ignore[arg-type]
-        self.memory = DeviceRank(seed, device)
+        self.memory = DeviceRank(seed, device, layout=layout)
         self.streams = Streams(device)
         self.transport: LoopbackTransport | None = None
 
@@ -48,9 +49,9 @@ class Half(Halves):
             return self.transport
 
         self.worker = PDConnectorWorker(
-            LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool, engine_id=name, incarnation=incarnation,
+            layout, settings, cache=self.memory.cache, host_pool=self.memory.pool, engine_id=name, incarnation=incarnation,
             rank=0, host_writer=True, streams=self.streams, make_transport=None if network is None else loopback)
-        self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=name, incarnation=incarnation, num_ranks=1)
+        self.scheduler = PDConnectorScheduler(layout, settings, engine_id=name, incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
 
     def grant(self, request_id: str, pages: RequestPages) -> dict[str, Any]:
@@ -58,13 +59,17 @@ class Half(Halves):
         return dict(self.scheduler.grant(request_id, pages, generations, prompt_digest="d" * 64))
 
     def start(self, request_id: str, params: dict[str, Any], landing: Landing, seed: int) -> RequestPages:
-        """Plans the import; the next `step` sends it off."""
-        assert self.scheduler.add_remote(request_id, params) == TOKENS
+        """Plans an import of every page; the next `step` sends it off."""
         resident = [landing is Landing.RESIDENT or i in MIRRORS for i in range(PAGES)]
         target = pick_pages(seed, PAGES, TOKENS, resident=resident, host=[landing is Landing.HOST] * PAGES)
+        self.start_at(request_id, params, landing, target)
+        return target
+
+    def start_at(self, request_id: str, params: dict[str, Any], landing: Landing, target: RequestPages) -> None:
+        """Like `start`, into these pages."""
+        assert self.scheduler.add_remote(request_id, params) == target.num_tokens
         assert self.scheduler.choose_landing(request_id, landing is Landing.RESIDENT, True) is landing
         self.scheduler.start_import(request_id, ImportTarget(landing=landing, pages=target))
-        return target
 
     def until(self, done: Callable[[LoadEvents], bool]) -> LoadEvents:
         deadline = time.monotonic() + WAIT_S

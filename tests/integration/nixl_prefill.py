@@ -19,10 +19,12 @@ from hisparse.config import PDConfig
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.types import RequestPages
 from tests.pd.device_rank import rank_on
-from tests.pd.rig import LAYOUT
+from tests.pd.paging_case import LAYOUTS
 
 SEED = 1
 CANARY = 0xC5
+PAGING = (4, 2)
+"""Of `rig.LAYOUT`."""
 
 
 class PrefillEngine:
@@ -30,16 +32,17 @@ class PrefillEngine:
     seconds), ("expired",), ("stats",).
 
     Args:
-        device: where the packed allocation lies. sizes: as RankMemory's.
+        device: where the packed allocation lies. paging: block size and groups. sizes: as RankMemory's.
     """
 
     def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any], *, device: str = "cpu",
-                 **sizes: int) -> None:
-        self.memory = rank_on(device, SEED, **sizes)
+                 paging: tuple[int, int] = PAGING, **sizes: int) -> None:
+        layout = LAYOUTS[paging]
+        self.memory = rank_on(device, SEED, layout=layout, **sizes)
         settings = PDConfig(role="prefill", **config)
-        self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
+        self.worker = PDConnectorWorker(layout, settings, cache=self.memory.cache, host_pool=self.memory.pool,
                                         engine_id=engine_id, incarnation=incarnation, rank=0, host_writer=True)
-        self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
+        self.scheduler = PDConnectorScheduler(layout, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
         self.steps, self.ended = 0, list[str]()
 
@@ -75,13 +78,14 @@ class PrefillEngine:
         return self.scheduler.stats()
 
 
-def serve(conn: Connection, engine_id: str, incarnation: int, tls: str, device: str, config: dict[str, Any]) -> None:
+def serve(conn: Connection, engine_id: str, incarnation: int, tls: str, device: str, paging: tuple[int, int],
+          config: dict[str, Any]) -> None:
     """Steps an engine every 2 ms until ("stop",)."""
     if tls:
         os.environ["UCX_TLS"] = tls
     if device != "cpu":
         torch.cuda.set_device(device)
-    engine = PrefillEngine(engine_id, incarnation, config, device=device)
+    engine = PrefillEngine(engine_id, incarnation, config, device=device, paging=paging)
     conn.send(("ready", os.getpid()))
     while True:
         engine.step()
@@ -116,13 +120,15 @@ class PrefillProcess:
 
     Args:
         tls: UCX_TLS, the transports that UCX may use; "" = its own choice. device: where its packed allocation lies.
+        paging: block size and groups.
     """
 
-    def __init__(self, engine_id: str, incarnation: int, *, tls: str = "", device: str = "cpu", **config: Any) -> None:
+    def __init__(self, engine_id: str, incarnation: int, *, tls: str = "", device: str = "cpu",
+                 paging: tuple[int, int] = PAGING, **config: Any) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self.conn, far = context.Pipe()
-        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, tls, device, config),
+        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, tls, device, paging, config),
                                        daemon=True)
         self.process.start()
         self.ready = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,22 +66,26 @@ class RankMemory:
     def _fill_device(self, values: np.ndarray) -> None:
         self.memory.device[:] = values
 
+    def device_bytes(self) -> np.ndarray:
+        """uint8 [blocks, block_bytes], the packed allocation as it is now."""
+        return self.memory.device
+
     # oracle: the bytes of one logical page of one layer, by tier
     def resident_row(self, layer: int, blocks: Sequence[int]) -> np.ndarray:
         start = self.layout.layer_byte_offset(layer)
         block = int(blocks[self.layout.layer_group[layer]])
-        return self.memory.device[block, start : start + self.layout.layer_page_bytes].copy()
+        return self.device_bytes()[block, start : start + self.layout.layer_page_bytes].copy()
 
     def host_row(self, layer: int, block: int) -> np.ndarray:
         assert self.memory.host is not None
         return self.memory.host[layer, int(block)].copy()
 
     def indexer_row(self, block: int) -> np.ndarray:
-        return self.memory.device[int(block), : self.layout.indexer_page_bytes].copy()
+        return self.device_bytes()[int(block), : self.layout.indexer_page_bytes].copy()
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.memory.host is not None
-        return self.memory.device.copy(), self.memory.host.copy()
+        return self.device_bytes().copy(), self.memory.host.copy()
 
     def overwrite(self, pages: RequestPages, value: int) -> None:
         """Every byte of the pages is `value`, in every tier that holds them."""
@@ -146,8 +150,9 @@ class Side:
     slot_pages: int = 2
     direct: bool = False
     drain_s: float = 1.0
-    copy_engine: object = copy_now
+    copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now
     layout: KVCacheLayout = LAYOUT
+    make_rank: Callable[..., RankMemory] = RankMemory
     ranks: list[RankMemory] = field(default_factory=list)
     transports: list[LoopbackTransport] = field(default_factory=list)
     importers: list[Importer] = field(default_factory=list)
@@ -155,10 +160,10 @@ class Side:
 
     def __post_init__(self) -> None:
         for rank in range(self.num_ranks):
-            memory = RankMemory(self.seed if rank == 0 else self.seed + 100 * rank, layout=self.layout)
+            memory = self.make_rank(self.seed if rank == 0 else self.seed + 100 * rank, layout=self.layout)
             agent = agent_name(self.name, self.incarnation, rank)
             transport = LoopbackTransport(agent, network=self.network, faults=self.faults)
-            for address, num_bytes in memory.memory.slabs:
+            for address, num_bytes in memory.memory.slabs:  # the importer registers those of a GPU
                 transport.register(address, num_bytes)
             self.ranks.append(memory)
             self.transports.append(transport)
@@ -166,7 +171,7 @@ class Side:
             self.importers.append(Importer(
                 memory.memory, transport, rank=rank, host_writer=rank == 0, staging_slots=self.slots,
                 slot_pages=self.slot_pages, direct=self.direct, drain_s=self.drain_s, clock=self.clock,
-                copy_engine=self.copy_engine))  # type: ignore[arg-type]
+                copy_engine=self.copy_engine))
 
     def replicate(self) -> None:
         """MLA KV is replicated: all ranks of a prefill engine hold the same bytes; generations may differ by rank."""
