@@ -207,6 +207,7 @@ def test_a_rank_that_is_killed_among_reads_and_its_successor(engines: Engines, m
     """Several imports are under way when a prefill rank dies: own KV or recomputed. The engine starts anew under its id."""
     pair = engines.pair(2, decode)
     land(monkeypatch, pair.decode, landing)
+    finish(pair, put(pair, [prompt_of(20, 799)]))  # every rank is connected
     names = put(pair, [prompt_of(length, 800 + length) for length in (40, 90, 150, 200, 290)])
     victim, before, killed = rank_pids(pair.prefill)[-1 if decode == 2 else 0], failures(pair), []
 
