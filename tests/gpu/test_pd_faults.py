@@ -14,7 +14,7 @@ from tests.gpu import pd_world
 from tests.integration.nixl_decode import Decode
 from tests.integration.nixl_faults import Fleet, decode_engines
 from tests.integration.test_nixl_faults import (  # noqa: F401
-    test_a_hung_peer_is_silenced_and_reads_of_others_start_anew,
+    test_a_hung_peer_is_silenced_and_reads_of_others_are_whole,
     test_decode_restarts,
     test_lease_that_expires_and_pages_that_are_reused,
     test_prefill_restarts_and_its_old_metadata_is_refused,

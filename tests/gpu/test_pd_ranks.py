@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.pd import nixl
 from hisparse.testing.local_engine import LocalEngine
 from hisparse.types import FinishReason, Landing
 from tests.gpu.engine_world import move_to_cuda
@@ -42,29 +41,25 @@ class Engines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._running: dict[tuple[str, int], LocalEngine] = {}
-        self.transports: list[GatedTransport] = []
-        """Of engines in this process."""
+        self._gates: dict[LocalEngine, GatedTransport] = {}
 
     def get(self, role: str, ranks: int) -> LocalEngine:
         if (role, ranks) not in self._running:
             config = engine_config(
                 self.path, role, tensor_parallel_size=ranks,
                 pd={"transport": "nixl", "lease_s": 120.0, "landing_path": "direct" if ranks == 2 else "staged"})
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(nixl, "NixlTransport", self._make)
-                self._running[role, ranks] = LocalEngine(config, engine_id=f"{role}-{ranks}")
+            self._running[role, ranks] = LocalEngine(config, engine_id=f"{role}-{ranks}")
         return self._running[role, ranks]
-
-    def _make(self, name: str, **options: Any) -> GatedTransport:
-        self.transports.append(GatedTransport(name, **options))
-        return self.transports[-1]
 
     def pair(self, prefill: int, decode: int) -> Rig:
         return Rig(self.path, decode=self.get("decode", decode), prefill=self.get("prefill", prefill))
 
     def gate_of(self, engine: LocalEngine) -> GatedTransport:
-        agent = engine.executor.handshakes[0].agent
-        return next(transport for transport in self.transports if transport.name == agent)
+        """Of an engine in this process."""
+        if engine not in self._gates:
+            worker = next(child for child in engine.executor.rank_engine._connectors.children if child.name == "pd")
+            self._gates[engine] = GatedTransport.of(worker)
+        return self._gates[engine]
 
     def kill(self, role: str, ranks: int) -> None:
         """SIGKILL of every rank that still lives; the engine is gone."""
@@ -193,7 +188,7 @@ def test_a_rank_that_is_stopped_in_a_read_and_goes_on(engines: Engines, monkeypa
     finally:
         os.kill(victim, signal.SIGCONT)
     print(f"stopped before READ {at}, {landing.value}: failures {failures(pair)} were {before}")
-    transport.restart(lambda number, descriptors: None)
+    transport.restart()
     monkeypatch.setattr(pair.decode.pd, "_config", settings)
     again = put(pair, [prompt_of(90, 710 + at)])
     finish(pair, again)

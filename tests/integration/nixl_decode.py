@@ -11,8 +11,7 @@ from typing import Any
 from hisparse.config import PDConfig
 from hisparse.connector.base import LoadEvents
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
-from hisparse.pd.nixl import NixlRead, NixlTransport
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, Transport
 from hisparse.types import ImportTarget, Landing, RequestPages
 from tests.integration.nixl_prefill import SEED
 from tests.pd.device_rank import rank_on
@@ -27,26 +26,38 @@ HELD = [True, False, True, True, False, True]
 SOURCE = pick_pages(5, PAGES, TOKENS, resident=HELD, host=[not held for held in HELD])
 
 
-class GatedTransport(NixlTransport):
+class GatedTransport:
     """Calls `gate(number, descriptors)` on the transfer thread before each READ is posted. `posted`, `done`: so far."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(name, **options)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.gate: Callable[[int, Descriptors], None] = lambda number, descriptors: None
         self.posted = self.done = 0
 
-    def restart(self, gate: Callable[[int, Descriptors], None]) -> None:
+    @classmethod
+    def of(cls, worker: PDConnectorWorker) -> GatedTransport:
+        """In front of the transport that a worker half has; its thread is idle."""
+        metered = worker._thread._metered
+        assert metered is not None
+        gated = cls(metered._transport)
+        metered._transport = gated  # type: ignore[assignment]
+        return gated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def restart(self, gate: Callable[[int, Descriptors], None] = lambda number, descriptors: None) -> None:
         """From here on READs are counted from 0."""
         self.gate, self.posted, self.done = gate, 0, 0
 
-    def read(self, peer: str, descriptors: Descriptors) -> NixlRead:
+    def read(self, peer: str, descriptors: Descriptors) -> Any:
         self.gate(self.posted, descriptors)
-        handle = super().read(peer, descriptors)
+        handle = self._transport.read(peer, descriptors)
         self.posted += 1
         return handle
 
-    def poll(self, handle: NixlRead) -> bool:
-        done = super().poll(handle)
+    def poll(self, handle: Any) -> bool:
+        done = self._transport.poll(handle)
         self.done += done
         return done
 
@@ -61,12 +72,11 @@ class Decode(Halves):
     def __init__(self, *, incarnation: int = 77, device: str = "cpu", **config: Any) -> None:
         settings = PDConfig(role="decode", staging_slots=2, staging_slot_pages=2, **config)
         self.memory = rank_on(device, 2, device_blocks=2 * LOWER_DEVICE, host_blocks=2 * LOWER_HOST)
-        self.transport: GatedTransport | None = None
         self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
-                                        engine_id="d", incarnation=incarnation, rank=0, host_writer=True,
-                                        make_transport=self._make)
+                                        engine_id="d", incarnation=incarnation, rank=0, host_writer=True)
         self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id="d", incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
+        self.transport = GatedTransport.of(self.worker)
         self.ended: dict[str, str] = {}
 
     def step(self) -> LoadEvents:
@@ -74,10 +84,6 @@ class Decode(Halves):
         events = super().step()
         self.ended |= dict.fromkeys(events.loaded, "") | dict(events.failed)
         return events
-
-    def _make(self, name: str) -> GatedTransport:
-        self.transport = GatedTransport(name, **({} if self.memory.cache.device.type == "cpu" else {"threads": 0}))
-        return self.transport
 
     def run(self, request_id: str, timeout_s: float, *, watch: Callable[[], None] = lambda: None) -> tuple[str, float]:
         """Steps until the request's load ends: ("" or the reason, seconds)."""

@@ -123,7 +123,6 @@ class Attempt:
                 self.hit, self.at = True, number
                 cause()
 
-        assert decode.transport is not None
         decode.transport.restart(gate if stage != "before" else lambda number, descriptors: None)
         decode.memory.pool.row_masks[:] = 0
         if stage == "before":
@@ -152,8 +151,7 @@ class Attempt:
 
 def check_works(decode: Decode, prefill: PrefillProcess, landing: Landing) -> None:
     """Another import has the right bytes, and prefill has nothing left to hold."""
-    assert decode.transport is not None
-    decode.transport.restart(lambda number, descriptors: None)
+    decode.transport.restart()
     decode.memory.pool.row_masks[:] = 0
     name = f"r{next(NUMBERS)}"
     target = decode.start(f"d-{name}", prefill.grant(name, SOURCE), landing, seed=50, upper=True)
