@@ -61,7 +61,7 @@ class ImportPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingNotice:
-    """A notice for a prefill engine. Every rank sends it to the peer's rank 0: what one cannot send, another may."""
+    """A notice for a prefill engine; rank 0 sends it to the peer's rank 0."""
 
     peer_id: str
     endpoint: RankEndpoint

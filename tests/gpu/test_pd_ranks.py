@@ -159,7 +159,7 @@ def test_numbers_of_ranks_may_differ(engines: Engines, monkeypatch: pytest.Monke
     assert [line.imported_tokens for line in stats] == list(LENGTHS) and {line.landing for line in stats} == {landing}
     after = pair.decode.pd.stats()
     assert after.imports_ok == before.imports_ok + len(LENGTHS) and after.imports_failed == before.imports_failed
-    assert after.peers[f"prefill-{prefill}"].connects >= decode, "every rank reads"
+    assert after.peers[f"prefill-{prefill}"].connects == decode, "every rank reads, from one peer"
     drain_decode(pair)
 
 

@@ -107,6 +107,16 @@ def start(prefill: Replica, decode: Replica, name: str, landing: Landing = Landi
     return target
 
 
+def test_each_rank_connects_to_one_rank_and_the_first_sends_the_notices(pair: Pair) -> None:
+    prefill, decode = pair
+    start(prefill, decode, "one")
+    until(lambda: decode.loaded and prefill.ended, decode, prefill)
+    start(prefill, decode, "two", Landing.RESIDENT, seed=8)
+    until(lambda: len(decode.loaded) == 2 and len(prefill.ended) == 2, decode, prefill)
+    traffic = decode.pd.stats().peers["p"]
+    assert traffic.connects == 2 and traffic.notices_sent == 2 and traffic.notices_failed == 0
+
+
 def test_halves_fit_the_protocols_of_the_boundary(pair: Pair) -> None:
     prefill, _ = pair
     pd: Any = prefill.pd
