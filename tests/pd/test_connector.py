@@ -107,14 +107,18 @@ def start(prefill: Replica, decode: Replica, name: str, landing: Landing = Landi
     return target
 
 
-def test_each_rank_connects_to_one_rank_and_the_first_sends_the_notices(pair: Pair) -> None:
+def test_the_first_rank_sends_the_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would connect to prefill's rank 0 for nothing else."""
     prefill, decode = pair
-    start(prefill, decode, "one")
-    until(lambda: decode.loaded and prefill.ended, decode, prefill)
-    start(prefill, decode, "two", Landing.RESIDENT, seed=8)
-    until(lambda: len(decode.loaded) == 2 and len(prefill.ended) == 2, decode, prefill)
-    traffic = decode.pd.stats().peers["p"]
-    assert traffic.connects == 2 and traffic.notices_sent == 2 and traffic.notices_failed == 0
+    calls, connect, notify = list[tuple[str, str, str]](), LoopbackTransport.connect, LoopbackTransport.notify
+    monkeypatch.setattr(LoopbackTransport, "connect", lambda self, peer, metadata: (
+        calls.append(("connect", self.name[-1], peer[-1])), connect(self, peer, metadata))[1])
+    monkeypatch.setattr(LoopbackTransport, "notify", lambda self, peer, message: (
+        calls.append(("notify", self.name[-1], peer[-1])), notify(self, peer, message))[1])
+    for name in ("one", "two"):
+        start(prefill, decode, name)
+        until(lambda name=name: f"p-{name}" in prefill.ended, decode, prefill)
+    assert sorted(calls) == [("connect", "0", "0"), ("connect", "1", "1"), *[("notify", "0", "0")] * 2]
 
 
 def test_halves_fit_the_protocols_of_the_boundary(pair: Pair) -> None:
