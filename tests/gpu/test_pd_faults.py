@@ -23,7 +23,6 @@ from tests.integration.test_nixl_faults import (  # noqa: F401
     test_sigstop_of_prefill,
 )
 
-pytest.importorskip("nixl", reason="needs NIXL")
 pytestmark = pytest.mark.gpu
 LINKS = {"ipc": "", "tcp": "tcp,cuda_copy"}
 """UCX_TLS by name."""
