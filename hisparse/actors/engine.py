@@ -67,8 +67,7 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
     pd = None
     if config.pd.role != "colocated":
         pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=identity.engine_id,
-                                  incarnation=identity.incarnation, num_ranks=len(ranks),
-                                  same_pages=config.model.device != "cpu")
+                                  incarnation=identity.incarnation, num_ranks=len(ranks))
         pd.set_endpoints([info.endpoint for info in infos if info.endpoint is not None])
     return EngineCore(
         config, RayExecutor(ranks, config.serve.step_timeout_s), engine_id=identity.engine_id,

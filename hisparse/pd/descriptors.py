@@ -14,7 +14,7 @@ from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportPlan
 from hisparse.pd.endpoint import HOST, INDEXER, RankEndpoint, Region, resident_region
 from hisparse.pd.pages import Ids, PageTable
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, FarMemory
 
 MAX_READ_BYTES = 32 << 20
 MAX_READ_DESCRIPTORS = 2048
@@ -138,6 +138,10 @@ class ReadPlanner:
         descriptors[:, 1] += address
         return descriptors
 
+    def straight(self, pages: Ids, *, to_host: bool) -> list[Descriptors]:
+        """Pages (indices) of one kind of source to their places, without a slot."""
+        return [self.to_host(pages) if to_host else self.to_resident(pages)]
+
     def slot_chunks(self, pages: Ids, slot_pages: int) -> list[Ids]:
         """Cuts pages (indices) into lists of at most `slot_pages`, each of one kind of source, in the order of their source."""
         source, chunks = self._plan.source, []
@@ -183,9 +187,14 @@ class ReadPlanner:
         padding = far.page_stride - far.page_bytes
         return padding if padding == near.page_stride - near.page_bytes and padding <= self._bridge_bytes else 0
 
-    def is_resident(self, page: int) -> bool:
-        """The page is read from the peer's resident blocks."""
-        return bool(self._resident[page])
+    def by_memory(self, pages: Ids) -> list[tuple[FarMemory, Ids]]:
+        """Pages (indices) by the memory of the peer that they are read from, none of them empty."""
+        kinds = (FarMemory.GPU, pages[self._resident[pages]]), (FarMemory.CPU, pages[~self._resident[pages]])
+        return [(memory, held) for memory, held in kinds if held.size]
+
+    def layered(self, memory: FarMemory) -> bool:
+        """The order of pages in a slot: layer by layer, else in whole blocks; see `SlotCopies`."""
+        return memory is not FarMemory.GPU
 
     def _layers(self, pages: Ids) -> Iterator[tuple[int, Ids, Ids]]:
         """(layer, pages, their remote addresses of that layer), for both kinds of source."""

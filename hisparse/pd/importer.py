@@ -51,7 +51,8 @@ class Importer:
 
     Args:
         host_writer: this rank writes host pages (HOST landings); others read only indexer and mirrored pages.
-        direct: HOST landings without staging; on CUDA that is for pages of the peer's host pool, pages of its GPU are staged.
+        direct: HOST landings without staging; on CUDA that is for pages of the peer's host pool, pages of its GPU are staged
+            (see StagingPools.used).
         slot_pages: whole pages per staging slot. drain_s: see the module.
         copy_engine: runs copies out of staging; returns the event that must be seen before the slot is free.
         ready: job id -> True once everything that was done with its pages before is over.
@@ -67,7 +68,7 @@ class Importer:
                  ready: Callable[[int], bool] = lambda job_id: True) -> None:
         self._memory, self._layout, self._transport = memory, memory.layout, transport
         self._rank, self._writer = rank, host_writer
-        self._slot_pages, self._direct, self._drain_s = slot_pages, direct, drain_s
+        self._slot_pages, self._drain_s = slot_pages, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
         self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
         self._slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
@@ -78,7 +79,7 @@ class Importer:
             transport.register(address, num_bytes, gpu)
         self.peers = PeerTable(transport, clock)
         self._scatter = make_scatter(memory, slot_pages)
-        self._planners = ReadPlanners(self._layout, memory.regions,
+        self._planners = ReadPlanners(self._layout, memory.regions, one_memory=not memory.on_cuda,
                                       bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
         self._jobs: dict[int, RunningImport] = {}
         self._lost: dict[str, _Lost] = {}
@@ -114,19 +115,16 @@ class Importer:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
         to_host = to_host and self._writer
-        gpu = np.fromiter((planner.is_resident(page) for page in rows_of.tolist()), np.bool_, rows_of.size)
-        direct, staged = [planner.indexer()], []
-        for from_gpu in (True, False):  # one READ has one kind of memory on either side
-            pages = rows_of[gpu == from_gpu]
-            if not pages.size:
-                continue
-            if self._slots.used(to_host=to_host, from_gpu=from_gpu):
-                staged += planner.slot_chunks(pages, self._slot_pages)
+        straight, staged = [planner.indexer()], []
+        for memory, pages in planner.by_memory(rows_of):  # one READ has one kind of memory on either side
+            if self._slots.used(memory, to_host=to_host):
+                staged += [Read(pages=chunk, memory=memory) for chunk in planner.slot_chunks(pages, self._slot_pages)]
             else:
-                direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
-        for descriptors in direct:
+                straight += planner.straight(pages, to_host=to_host)
+                job.straight = to_host
+        for descriptors in straight:
             job.waiting.extend(Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
-        job.waiting.extend(Read(pages=chunk) for chunk in staged)  # last: see _post
+        job.waiting.extend(staged)  # last: see _post
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -211,7 +209,7 @@ class Importer:
     def _start_copy(self, job: RunningImport, read: Read) -> None:
         pages, pool, slot, planner = read.pages, read.pool, read.slot, job.reads
         assert pages is not None and pool is not None and planner is not None
-        layered = not planner.is_resident(int(pages[0]))
+        layered = planner.layered(read.memory)
         to_host = job.plan.landing is Landing.HOST and self._writer
         read.event = self._copy(
             lambda: self._scatter.from_slot(job.plan, pages, pool, slot, layered=layered, to_host=to_host))
@@ -238,8 +236,7 @@ class Importer:
                 direct += 1
                 descriptors = read.descriptors
             else:
-                pool = (self._slots.generations if read.pages is None
-                        else self._slots.of(from_gpu=planner.is_resident(int(read.pages[0]))))
+                pool = self._slots.generations if read.pages is None else self._slots.of(read.memory)
                 slot = pool.acquire(agent)
                 if slot is None:
                     job.waiting.appendleft(read)
@@ -286,7 +283,7 @@ class Importer:
         """Pages that were staged have their mirrors. False = there are none to fill."""
         job.phase = Phase.MIRROR
         plan = job.plan
-        if not (self._direct and self._writer and plan.landing is Landing.HOST and mirrored(plan.destination).any()):
+        if not (job.straight and mirrored(plan.destination).any()):
             return False
         job.copying.append(Read(event=self._copy(lambda: self._scatter.mirror_from_host(plan))))
         return True

@@ -116,6 +116,9 @@ class LoopbackTransport:
                 raise TransferError(f"[{far}, {far + size}) is not registered by {peer}")
             if not self.covers(near, size):
                 raise TransferError(f"[{near}, {near + size}) is not registered here")
+        if len({remote.on_device(far) for far in descriptors[:, 0].tolist()}) > 1 \
+                or len({self.on_device(near) for near in descriptors[:, 1].tolist()}) > 1:
+            raise TransferError("one READ has memory of several kinds on one side")
         read = _Read(number=len(self.posted), peer=peer, descriptors=descriptors.copy(),
                      polls_left=self.faults.delay_polls)
         self.posted.append((peer, read.descriptors))

@@ -6,13 +6,15 @@ The progress thread sleeps on UCX's events: an idle agent costs 0.3 % of a core 
 
 NIXL cannot abort a READ: after `release_xfer_handle` and `remove_remote_agent` have returned, a peer that was stopped and
 goes on still has its late answer written to our memory (seen over TCP). Only the end of the agent ends its READs. So a peer
-with a READ that did not complete is disconnected by replacing the agent; READs from other peers start anew on the next one.
+with a READ that did not complete is disconnected by replacing the agent. READs from other peers get a moment to complete
+before it: over TCP UCX may abort a process that is answering when its connection goes. The rest start anew on the next agent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,10 @@ READ_THREADS = 2
 """Between CPUs UCX copies with the thread that asks: one alone reaches half of a memcpy, two reach 0.5 to 0.8."""
 SPLIT_DESCRIPTORS = 16
 """A thread's share of a READ is at least so many."""
+
+
+FINISH_S = 1.0
+"""What the READs of other peers get to complete before the agent ends. Within the time that closing an endpoint may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +115,7 @@ class NixlTransport:
         if handle.error:
             self._end(handle, loud=False)
             raise PeerLost(f"READ from {handle.peer}: {handle.error}")
-        if handle.xfer is None:
+        if handle.xfer is None and not handle.done:
             raise TransferError(f"this READ from {handle.peer} was released")
         if not handle.done:
             try:
@@ -214,6 +220,7 @@ class NixlTransport:
         no new agent; then there is none at all, and the next `disconnect` tries again.
         """
         if self._agent is not None:
+            self._finish(without=without)
             with contextlib.suppress(TransferError):
                 self._receive()
             self._destroy()
@@ -236,6 +243,17 @@ class NixlTransport:
             for read in list(state.reads):
                 if not read.done:
                     self._restart(read, why)
+
+    def _finish(self, *, without: str) -> None:
+        """Waits for the READs of other peers, for FINISH_S at most. One that fails is left to `poll`, or starts anew."""
+        going = [read for peer, state in self._peers.items() if peer != without for read in state.reads if not read.done]
+        give_up_s = time.monotonic() + FINISH_S
+        while going and time.monotonic() < give_up_s:
+            for read in going:
+                with contextlib.suppress(Exception):
+                    read.done = self._agent.check_xfer_state(read.xfer) == "DONE"
+            going = [read for read in going if not read.done]
+            time.sleep(0.0005)
 
     def _restart(self, read: NixlRead, why: str) -> None:
         try:

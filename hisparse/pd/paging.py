@@ -32,13 +32,12 @@ class PeerLayouts:
     """Layouts of peers that serve the same rows in other pages, each built once.
 
     Args:
-        layout: of this side. same_pages: imports here need pages that are cut alike (on CUDA: a READ has one kind of memory on
-            either side, and a page put together from a peer's pages may come from two).
+        layout: of this side.
     """
 
-    def __init__(self, layout: KVCacheLayout, *, same_pages: bool = False) -> None:
+    def __init__(self, layout: KVCacheLayout) -> None:
         own = Paging(layout.block_size, layout.num_resident_groups)
-        self._layout, self._same_pages = layout, same_pages
+        self._layout = layout
         self._known: dict[Paging, KVCacheLayout] = {own: layout}
 
     def of(self, paging: Paging) -> KVCacheLayout:
@@ -51,10 +50,6 @@ class PeerLayouts:
         if known is not None:
             return known
         theirs, ours = paging.block_size, self._layout.block_size
-        if self._same_pages:
-            raise ProtocolError(f"prefill uses pages of {theirs} tokens in {paging.num_groups} groups, decode {ours} in "
-                                f"{self._layout.num_resident_groups}; on CUDA they must be equal: set the same "
-                                "cache.block_size and cache.num_groups on both sides")
         if max(theirs, ours) % min(theirs, ours):
             raise ProtocolError(f"prefill uses pages of {theirs} tokens, decode {ours}; one must be a multiple of the other: "
                                 "choose cache.block_size so on both sides")

@@ -16,15 +16,20 @@ from hisparse.pd.descriptors import ReadPlanner, from_resident, merge
 from hisparse.pd.endpoint import HOST, INDEXER, RankEndpoint, Region, resident_region
 from hisparse.pd.pages import Ids
 from hisparse.pd.paging import PeerLayouts, Units
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, FarMemory
 
 
 class RepagingPlanner:
-    """Descriptors of one import on one rank. Args: as ReadPlanner's; far_layout: of the peer."""
+    """Descriptors of one import on one rank.
+
+    Args:
+        layout, plan, source, own: as ReadPlanner's. far_layout: of the peer. one_memory: everything on either side is CPU
+            memory, so that one READ may bring pieces of any page.
+    """
 
     def __init__(self, layout: KVCacheLayout, plan: ImportPlan, source: RankEndpoint, own: dict[str, Region],
-                 far_layout: KVCacheLayout) -> None:
-        self._layout, self._far_layout = layout, far_layout
+                 far_layout: KVCacheLayout, *, one_memory: bool) -> None:
+        self._layout, self._far_layout, self._one_memory = layout, far_layout, one_memory
         self._plan = plan
         self._far = {region.name: region for region in source.regions}
         self._own = own
@@ -39,21 +44,29 @@ class RepagingPlanner:
         return merge((far + i * self._far_layout.block_size * row, near + i * self._layout.block_size * row, units.size * row)
                      for i in range(len(self._layout.indexer.layers)))
 
-    def to_resident(self, pages: Ids) -> Descriptors:
-        """Target pages (indices) straight into own resident blocks of every group."""
+    def straight(self, pages: Ids, *, to_host: bool) -> list[Descriptors]:
+        """Target pages (indices) to their places, without a slot: the READs of each kind of memory of the peer."""
+        to_place, units = self._to_host if to_host else self._to_resident, self._units.on(pages)
+        if self._one_memory:
+            return [to_place(units)]
+        held = self._resident[units.source]
+        return [to_place(units.where(held)), to_place(units.where(~held))]
+
+    def _to_resident(self, units: Units) -> Descriptors:
+        """Into own resident blocks of every group."""
         layout, blocks = self._layout, self._plan.destination.resident
         parts = []
-        for layer, units, far, size in self._layers(pages):
+        for layer, held, far, size in self._layers(units):
             g = layout.layer_group[layer]
-            near = self._own[resident_region(g)].page_addresses(blocks[g, units.target]) + layout.layer_byte_offset(layer)
-            parts.append((far, near + self._rows(units), size))
+            near = self._own[resident_region(g)].page_addresses(blocks[g, held.target]) + layout.layer_byte_offset(layer)
+            parts.append((far, near + self._rows(held), size))
         return merge(parts)
 
-    def to_host(self, pages: Ids) -> Descriptors:
-        """Target pages (indices) straight into own host pages, layer by layer."""
+    def _to_host(self, units: Units) -> Descriptors:
+        """Into own host pages, layer by layer."""
         near = self._own[HOST]
-        return merge((far, near.page_addresses(self._plan.destination.host[units.target], layer) + self._rows(units), size)
-                     for layer, units, far, size in self._layers(pages))
+        return merge((far, near.page_addresses(self._plan.destination.host[held.target], layer) + self._rows(held), size)
+                     for layer, held, far, size in self._layers(units))
 
     def to_slot(self, pages: Ids, address: int, slot_pages: int) -> Descriptors:
         """Target pages (indices) into a staging slot at `address`, in the slot's layered order."""
@@ -61,24 +74,33 @@ class RepagingPlanner:
         place[pages] = np.arange(pages.size)
         size = self._layout.layer_page_bytes
         return merge((far, address + (layer * slot_pages + place[units.target]) * size + self._rows(units), length)
-                     for layer, units, far, length in self._layers(pages))
+                     for layer, units, far, length in self._layers(self._units.on(pages)))
 
     def slot_chunks(self, pages: Ids, slot_pages: int) -> list[Ids]:
         """Cuts target pages (indices) into lists of at most `slot_pages`."""
         return [pages[i : i + slot_pages] for i in range(0, pages.size, slot_pages)]
 
-    def is_resident(self, page: int) -> bool:
-        """Never: staged pages are in layered order, whatever they came from."""
-        return False
+    def by_memory(self, pages: Ids) -> list[tuple[FarMemory, Ids]]:
+        """Target pages (indices) by the memory of the peer that their units are read from, none of them empty."""
+        if self._one_memory:
+            return [(FarMemory.CPU, pages)] if pages.size else []
+        units = self._units.on(pages)
+        held = self._resident[units.source]
+        gpu, cpu = (np.isin(pages, units.target[where]) for where in (held, ~held))
+        kinds = (FarMemory.GPU, gpu & ~cpu), (FarMemory.CPU, cpu & ~gpu), (FarMemory.BOTH, gpu & cpu)
+        return [(memory, pages[where]) for memory, where in kinds if where.any()]
+
+    def layered(self, memory: FarMemory) -> bool:
+        """Always: staged pages are in layered order, whatever they came from."""
+        return True
 
     def _rows(self, units: Units) -> Ids:
         """Byte offset of each unit in a layer's page of the target."""
         return units.target_row * self._layout.row.row_bytes
 
-    def _layers(self, pages: Ids) -> Iterator[tuple[int, Units, Ids, int]]:
-        """(layer, units of the target pages, their remote addresses of that layer, bytes of one), for both kinds of source."""
+    def _layers(self, units: Units) -> Iterator[tuple[int, Units, Ids, int]]:
+        """(layer, units, their remote addresses of that layer, bytes of one), for both kinds of source."""
         layout, source, row = self._far_layout, self._plan.source, self._layout.row.row_bytes
-        units = self._units.on(pages)
         held = self._resident[units.source]
         gpu, cpu = units.where(held), units.where(~held)
         for layer, g in enumerate(layout.layer_group):
@@ -94,11 +116,11 @@ class ReadPlanners:
     """Makes the planner of each import of one rank: page to page where both sides cut alike, unit by unit where not.
 
     Args:
-        layout: of this side. own: this rank's regions by name. bridge_bytes: see ReadPlanner.
+        layout: of this side. own: this rank's regions by name. bridge_bytes: see ReadPlanner. one_memory: see RepagingPlanner.
     """
 
-    def __init__(self, layout: KVCacheLayout, own: dict[str, Region], *, bridge_bytes: int = 0) -> None:
-        self._layout, self._own, self._peers = layout, own, PeerLayouts(layout)
+    def __init__(self, layout: KVCacheLayout, own: dict[str, Region], *, one_memory: bool, bridge_bytes: int = 0) -> None:
+        self._layout, self._own, self._one_memory, self._peers = layout, own, one_memory, PeerLayouts(layout)
         self._bridge_bytes = bridge_bytes
 
     def make(self, plan: ImportPlan, source: RankEndpoint) -> ReadPlanner | RepagingPlanner:
@@ -106,4 +128,4 @@ class ReadPlanners:
         far = self._peers.of(plan.source_paging)
         if far is self._layout:
             return ReadPlanner(self._layout, plan, source, self._own, bridge_bytes=self._bridge_bytes)
-        return RepagingPlanner(self._layout, plan, source, self._own, far)
+        return RepagingPlanner(self._layout, plan, source, self._own, far, one_memory=self._one_memory)

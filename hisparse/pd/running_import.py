@@ -15,7 +15,7 @@ from hisparse.pd.generations import GenerationRun
 from hisparse.pd.pages import Ids
 from hisparse.pd.repaging import RepagingPlanner
 from hisparse.pd.staging import SlotPool
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, FarMemory
 
 
 class Phase(enum.Enum):
@@ -32,6 +32,7 @@ class Read:
 
     descriptors: Descriptors | None = None  # None: staged or generations, made when it has a slot
     pages: Ids | None = None  # staged
+    memory: FarMemory = FarMemory.CPU  # of staged pages
     runs: list[GenerationRun] | None = None  # generations
     pool: SlotPool | None = None
     slot: int = -1
@@ -46,6 +47,7 @@ class RunningImport:
     Attributes:
         reads: None until its peer was reached. rows_of: pages (indices) whose rows this rank reads.
         waiting, posted, copying: each Read is in one of them. ready: its pages may be written.
+        straight: pages went to the host without a slot, so that their mirrors are still to be filled.
     """
 
     plan: ImportPlan
@@ -59,6 +61,7 @@ class RunningImport:
     copying: list[Read] = field(default_factory=list)
     phase: Phase = Phase.DATA
     ready: bool = False
+    straight: bool = False
     failure: ImportFailure | None = None
     reason: str = ""
     num_bytes: int = 0

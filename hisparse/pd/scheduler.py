@@ -57,19 +57,19 @@ class PDConnectorScheduler:
     Args:
         engine_id: unique among a deployment's engines, stable over restarts. incarnation: random, new at each start.
         num_ranks: of this engine. fingerprint: of a layout, what both sides must agree on (pass one that also covers the
-            checkpoint where peers may run other weights of the same shape). same_pages: see PeerLayouts.
+            checkpoint where peers may run other weights of the same shape).
     """
 
     name = "pd"
 
     def __init__(self, layout: KVCacheLayout, config: PDConfig, *, engine_id: str, incarnation: int, num_ranks: int,
                  fingerprint: Fingerprint = KVCacheLayout.fingerprint,
-                 clock: Callable[[], float] = time.monotonic, same_pages: bool = False) -> None:
+                 clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < len(engine_id) <= MAX_ENGINE_ID_CHARS:
             raise ConfigError(f"engine_id must have 1..{MAX_ENGINE_ID_CHARS} characters, got {len(engine_id)}")
         self._layout, self._config, self._num_ranks = layout, config, num_ranks
         self.engine_id, self.incarnation = engine_id, incarnation
-        self._fingerprint, self._layouts = fingerprint, PeerLayouts(layout, same_pages=same_pages)
+        self._fingerprint, self._layouts = fingerprint, PeerLayouts(layout)
         self._leases = LeaseTable(clock)
         self._grants = Grants(layout, self._leases, engine_id=engine_id, lease_s=config.lease_s,
                               fingerprint=fingerprint(layout))

@@ -8,6 +8,7 @@ from hisparse.errors import InvariantError
 from hisparse.pd.generations import GENERATION_BYTES
 from hisparse.pd.memory import LocalMemory, device_index
 from hisparse.pd.staging import SlotPool
+from hisparse.pd.transport import FarMemory
 
 
 class StagingPools:
@@ -32,21 +33,21 @@ class StagingPools:
         if self.gpu is not None and device is not None:
             self.device_slabs.append((self.gpu.address, self.gpu.num_bytes, device.index))
 
-    def used(self, *, to_host: bool, from_gpu: bool) -> bool:
-        """Whether pages pass through a slot. The peer's kind of memory is taken for ours.
-
-        Args:
-            from_gpu: the peer holds them resident.
+    def used(self, memory: FarMemory, *, to_host: bool) -> bool:
+        """Whether pages that the peer has in `memory` pass through a slot. The peer is taken to have a GPU where this side has
+        one, and only there.
         """
         if not self._on_cuda:
             return to_host and not self._direct
-        if from_gpu:
+        if memory is FarMemory.BOTH:
+            return False  # no slot can take pieces from either; slow, but few pages are so
+        if memory is FarMemory.GPU:
             return to_host
         return not (to_host and self._direct)
 
-    def of(self, *, from_gpu: bool) -> SlotPool:
+    def of(self, memory: FarMemory) -> SlotPool:
         """The slots that they pass through."""
-        return self.gpu if self.gpu is not None and from_gpu else self.cpu
+        return self.gpu if self.gpu is not None and memory is FarMemory.GPU else self.cpu
 
     def check(self, held: int) -> None:
         """Args: held: slots in use, of all pools. Raises InvariantError unless the others are free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,15 @@ class PeerLost(TransferError):
 
 Descriptors = npt.NDArray[np.int64]
 """[n, 3]: remote address, local address, bytes."""
+
+
+class FarMemory(enum.Enum):
+    """Which memory of the peer holds the rows of a page. A READ has one kind of memory on either side."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    BOTH = "both"
+    """A page that is put together from several of the peer's."""
 
 
 class Transport(Protocol):

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -130,6 +130,8 @@ class PDConnectorWorker:
         Stream: compute (torch's current one), where the hisparse child's part of the command is queued already.
         """
         if metadata is not None:
+            if self._rank:  # one notice is enough; another rank would connect to the peer's rank 0 for nothing else
+                metadata = replace(metadata, notices=())
             if metadata.imports:
                 self._stream.close([plan.job_id for plan in metadata.imports])
             self._thread.submit(metadata)

@@ -53,8 +53,7 @@ class LocalEngine:
         pd, makers = None, []
         if config.pd.role != "colocated":
             pd = PDConnectorScheduler(kv_layout(config), config.pd, engine_id=engine_id, incarnation=incarnation,
-                                      num_ranks=config.tensor_parallel_size, clock=clock,
-                                      same_pages=config.model.device != "cpu")
+                                      num_ranks=config.tensor_parallel_size, clock=clock)
             makers = [functools.partial(make_pd_worker, config=config, engine_id=engine_id, incarnation=incarnation)]
         self.executor = LocalExecutor(config, incarnation=incarnation, connectors=makers)
         if pd is not None:

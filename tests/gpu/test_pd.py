@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,23 +14,23 @@ import torch
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.types import Landing
 from hisparse.worker.streams import Place
+from tests.gpu import pd_world
 from tests.gpu.engine_world import move_to_cuda, on_cuda
 from tests.gpu.gate import Gate, no_waiting
 from tests.gpu.pd_world import (
     SOURCES,
-    DeviceRank,
     Half,
     assert_elsewhere_untouched,
     assert_imported,
-    reuse,
-    serve,
     source_pages,
 )
+from tests.integration.nixl_prefill import CANARY, SEED, PrefillProcess
 from tests.parity import cells, rig, test_matrix
 from tests.parity.cells import Cell, Engines
 from tests.parity.conftest import make_rig  # noqa: F401
 from tests.parity.rig import Rig, engine_config
 from tests.parity.test_stress import play, workload
+from tests.pd.rig import RankMemory
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -87,9 +86,7 @@ def test_pages_reused_in_the_middle_of_a_read_are_found_out(pair: Callable[..., 
     def tear() -> None:
         if not torn:
             torn.append(1)
-            reuse(prefill, source)
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
+            prefill.memory.give_away(source, CANARY)
 
     assert decode.transport is not None
     decode.transport.faults.tear = tear
@@ -205,63 +202,43 @@ def test_requests_and_failing_reads_through_tight_pools(make_rig: Callable[..., 
     assert stats.host_landings + stats.resident_landings > 0, stats
 
 
-class Process:
-    """A prefill engine in another process, on the same GPU."""
-
-    def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, far = context.Pipe()
-        self.process = context.Process(target=serve, args=(far, "cuda:0", {}), daemon=True)
-        self.process.start()
-        assert self.pipe.poll(60) and self.pipe.recv() == "ready", "the prefill process did not start"
-
-    def ask(self, *order: Any) -> Any:
-        self.pipe.send(order)
-        assert self.pipe.poll(10), f"no answer to {order[0]}"
-        return self.pipe.recv()
-
-
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
+def process() -> Iterator[PrefillProcess]:
+    """A prefill engine in another process."""
     pytest.importorskip("nixl", reason="needs NIXL")
-    started = Process()
-    yield started
-    if started.process.is_alive():
-        started.ask("stop")
-    started.process.join(20)
+    started = PrefillProcess("p", 5, device=pd_world.FAR, lease_s=30.0)
+    yield started.wait_ready()
+    started.end()
 
 
 @pytest.fixture(scope="module", params=["staged", "direct"])
-def over_nixl(request: pytest.FixtureRequest, process: Process) -> Iterator[Half]:
-    half = Half(f"d-{request.param}", 2, role="decode", device="cuda:0", landing_path=request.param)
+def over_nixl(request: pytest.FixtureRequest, process: PrefillProcess) -> Iterator[Half]:
+    half = Half(f"d-{request.param}", 2, role="decode", device=pd_world.NEAR, landing_path=request.param)
     yield half
     half.close()
 
 
 @pytest.mark.parametrize("landing", list(Landing))
 @pytest.mark.parametrize("kind", list(SOURCES))
-def test_nixl_between_two_processes(process: Process, over_nixl: Half, kind: str, landing: Landing) -> None:
-    name, source, far = f"{over_nixl.steps}-{kind}-{landing.value}", source_pages(kind), DeviceRank(1)
+def test_nixl_between_two_processes(process: PrefillProcess, over_nixl: Half, kind: str, landing: Landing) -> None:
+    name, source, far = f"{over_nixl.steps}-{kind}-{landing.value}", source_pages(kind), RankMemory(SEED)
     before = over_nixl.memory.snapshot()
-    target = over_nixl.start(name, process.ask("grant", name, kind), landing, seed=31)
+    target = over_nixl.start(name, process.grant(name, source), landing, seed=31)
     assert over_nixl.outcome(name) == ""
     assert_imported(far, source, over_nixl.memory, target, landing)
     assert_elsewhere_untouched(before, over_nixl.memory, target)
     over_nixl.step()
-    deadline, ended = time.monotonic() + 5.0, []
-    while name not in ended and time.monotonic() < deadline:
-        ended += process.ask("ended")
-        time.sleep(0.01)
-    assert name in ended, "prefill was not told"
+    assert process.wait_expired(5.0)[0] == [name], "prefill was not told"
 
 
-def test_pages_reused_in_another_process_are_found_out(process: Process, over_nixl: Half) -> None:
-    name = f"reused-{over_nixl.steps}"
-    params = process.ask("grant", name, "mixed")
-    process.ask("reuse", name)
+def test_pages_reused_in_another_process_are_found_out(process: PrefillProcess, over_nixl: Half) -> None:
+    name, source = f"reused-{over_nixl.steps}", source_pages("mixed")
+    params = process.grant(name, source)
+    process.ask("reuse", source)
     target = over_nixl.start(name, params, Landing.HOST, seed=32)
     over_nixl.memory.pool.row_masks[list(target.host_blocks)] = 0
-    reason = over_nixl.outcome(name)
-    process.ask("fill")
-    assert "was reused while it was read" in reason
+    assert "was reused while it was read" in over_nixl.outcome(name)
     assert not over_nixl.memory.pool.row_masks[list(target.host_blocks)].any()
+    over_nixl.step()
+    assert process.wait_expired(5.0)[0] == [name]
+    process.ask("fill")

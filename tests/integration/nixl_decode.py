@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hisparse.config import PDConfig
+from hisparse.connector.base import LoadEvents
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
-from hisparse.pd.nixl import NixlRead, NixlTransport
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, Transport
 from hisparse.types import ImportTarget, Landing, RequestPages
 from tests.integration.nixl_prefill import SEED
+from tests.pd.device_rank import rank_on
 from tests.pd.halves import Halves
 from tests.pd.rig import LAYOUT, RankMemory, expected_page, pick_pages
 
@@ -24,61 +26,86 @@ HELD = [True, False, True, True, False, True]
 SOURCE = pick_pages(5, PAGES, TOKENS, resident=HELD, host=[not held for held in HELD])
 
 
-class GatedTransport(NixlTransport):
+class GatedTransport:
     """Calls `gate(number, descriptors)` on the transfer thread before each READ is posted. `posted`, `done`: so far."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.gate: Callable[[int, Descriptors], None] = lambda number, descriptors: None
         self.posted = self.done = 0
 
-    def restart(self, gate: Callable[[int, Descriptors], None]) -> None:
+    @classmethod
+    def of(cls, worker: PDConnectorWorker) -> GatedTransport:
+        """In front of the transport that a worker half has; its thread is idle."""
+        metered = worker._thread._metered
+        assert metered is not None
+        gated = cls(metered._transport)
+        metered._transport = gated  # type: ignore[assignment]
+        return gated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def restart(self, gate: Callable[[int, Descriptors], None] = lambda number, descriptors: None) -> None:
         """From here on READs are counted from 0."""
         self.gate, self.posted, self.done = gate, 0, 0
 
-    def read(self, peer: str, descriptors: Descriptors) -> NixlRead:
+    def read(self, peer: str, descriptors: Descriptors) -> Any:
         self.gate(self.posted, descriptors)
-        handle = super().read(peer, descriptors)
+        handle = self._transport.read(peer, descriptors)
         self.posted += 1
         return handle
 
-    def poll(self, handle: NixlRead) -> bool:
-        done = super().poll(handle)
+    def poll(self, handle: Any) -> bool:
+        done = self._transport.poll(handle)
         self.done += done
         return done
 
 
 class Decode(Halves):
-    """Both halves and the rank's memory, in this process. One staging slot at a time: a staged READ waits for the last."""
+    """Both halves and the rank's memory, in this process. One staging slot at a time: a staged READ waits for the last.
 
-    def __init__(self, *, incarnation: int = 77, **config: Any) -> None:
+    Args:
+        device: where the packed allocation lies. config: of PDConfig.
+    """
+
+    def __init__(self, *, incarnation: int = 77, device: str = "cpu", **config: Any) -> None:
         settings = PDConfig(role="decode", staging_slots=2, staging_slot_pages=2, **config)
-        self.memory = RankMemory(2, device_blocks=2 * LOWER_DEVICE, host_blocks=2 * LOWER_HOST)
-        self.transport: GatedTransport | None = None
+        self.memory = rank_on(device, 2, device_blocks=2 * LOWER_DEVICE, host_blocks=2 * LOWER_HOST)
         self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
-                                        engine_id="d", incarnation=incarnation, rank=0, host_writer=True,
-                                        make_transport=self._make)
+                                        engine_id="d", incarnation=incarnation, rank=0, host_writer=True)
         self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id="d", incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
+        self.transport = GatedTransport.of(self.worker)
+        self.ended: dict[str, str] = {}
 
-    def _make(self, name: str) -> GatedTransport:
-        self.transport = GatedTransport(name)
-        return self.transport
+    def step(self) -> LoadEvents:
+        """Also keeps the ends of loads: "" or the reason, by request."""
+        events = super().step()
+        self.ended |= dict.fromkeys(events.loaded, "") | dict(events.failed)
+        return events
 
     def run(self, request_id: str, timeout_s: float, *, watch: Callable[[], None] = lambda: None) -> tuple[str, float]:
         """Steps until the request's load ends: ("" or the reason, seconds)."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
-            events = self.step()
+            self.step()
             watch()
-            if request_id in events.loaded:
+            if request_id in self.ended:
                 self.step()
-                return "", time.monotonic() - started
-            if request_id in events.failed:
-                self.step()
-                return events.failed[request_id], time.monotonic() - started
+                return self.ended[request_id], time.monotonic() - started
             time.sleep(0.002)
         raise AssertionError(f"{request_id} neither loaded nor failed within {timeout_s} s")
+
+    @contextlib.contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Imports that begin inside have so long."""
+        settings = self.scheduler._config
+        self.scheduler._config = settings.model_copy(update={"transfer_deadline_s": seconds})
+        try:
+            yield
+        finally:
+            self.scheduler._config = settings
 
     def offer(self, request_id: str, params: Mapping[str, Any]) -> None:
         """Prefill's answer is here; nothing is read yet."""
@@ -103,16 +130,11 @@ class Decode(Halves):
 
     def scribble(self, target: RequestPages, value: int) -> None:
         """The pages belong to somebody else, who fills them."""
-        device, host = self._blocks(target)
-        self.memory.memory.device[device] = value
-        assert self.memory.memory.host is not None
-        self.memory.memory.host[:, host] = value
+        self.memory.overwrite(target, value)
 
     def untouched(self, target: RequestPages, value: int) -> bool:
         """Nobody wrote to the pages since `scribble`."""
-        device, host = self._blocks(target)
-        assert self.memory.memory.host is not None
-        return bool((self.memory.memory.device[device] == value).all() and (self.memory.memory.host[:, host] == value).all())
+        return self.memory.holds(target, value)
 
     def check_bytes(self, target: RequestPages, landing: Landing) -> None:
         """Every page is what prefill's memory held before any fault, by the content rule of `RankMemory`."""
@@ -136,11 +158,6 @@ class Decode(Halves):
         assert stats.imports_in_flight == 0 and stats.staging_slots_free == stats.staging_slots == 2
         assert self.scheduler.problem() == "" and stats.imports_overdue == 0
         self.worker._thread.raise_error()
-
-    @staticmethod
-    def _blocks(target: RequestPages) -> tuple[list[int], list[int]]:
-        device = [*target.indexer_blocks, *(block for group in target.resident_blocks for block in group if block)]
-        return device, list(target.host_blocks)
 
 
 def _raised(blocks: tuple[int, ...], by: int) -> tuple[int, ...]:

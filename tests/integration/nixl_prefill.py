@@ -13,26 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hisparse.config import PDConfig
 from hisparse.pd.connector import PDConnectorScheduler, PDConnectorWorker
 from hisparse.types import RequestPages
-from tests.pd.rig import LAYOUT, RankMemory
+from tests.pd.device_rank import rank_on
+from tests.pd.paging_case import LAYOUTS
 
 SEED = 1
 CANARY = 0xC5
+PAGING = (4, 2)
+"""Of `rig.LAYOUT`."""
 
 
 class PrefillEngine:
-    """Its rank's memory and both halves. Obeys: ("grant", id, pages), ("bump", blocks), ("reuse", pages), ("lease", seconds),
-    ("expired",), ("stats",)."""
+    """Its rank's memory and both halves. Obeys: ("grant", id, pages), ("bump", blocks), ("reuse", pages), ("fill",), ("lease",
+    seconds), ("expired",), ("stats",).
 
-    def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any], **sizes: int) -> None:
-        self.memory = RankMemory(SEED, **sizes)
+    Args:
+        device: where the packed allocation lies. paging: block size and groups. sizes: as RankMemory's.
+    """
+
+    def __init__(self, engine_id: str, incarnation: int, config: Mapping[str, Any], *, device: str = "cpu",
+                 paging: tuple[int, int] = PAGING, **sizes: int) -> None:
+        layout = LAYOUTS[paging]
+        self.memory = rank_on(device, SEED, layout=layout, **sizes)
         settings = PDConfig(role="prefill", **config)
-        self.worker = PDConnectorWorker(LAYOUT, settings, cache=self.memory.cache, host_pool=self.memory.pool,
+        self.worker = PDConnectorWorker(layout, settings, cache=self.memory.cache, host_pool=self.memory.pool,
                                         engine_id=engine_id, incarnation=incarnation, rank=0, host_writer=True)
-        self.scheduler = PDConnectorScheduler(LAYOUT, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
+        self.scheduler = PDConnectorScheduler(layout, settings, engine_id=engine_id, incarnation=incarnation, num_ranks=1)
         self.scheduler.set_endpoints([self.worker.handshake()])
         self.steps, self.ended = 0, list[str]()
 
@@ -53,8 +63,11 @@ class PrefillEngine:
             self.memory.cache.generations[order[1]] += np.uint64(1)
             return "bumped"
         if order[0] == "reuse":
-            self._reuse(order[1])
+            self.memory.give_away(order[1], CANARY)
             return "reused"
+        if order[0] == "fill":
+            self.memory.fill(SEED)
+            return "filled"
         if order[0] == "lease":
             self.scheduler._grants._lease_s = order[1]
             return "set"
@@ -64,22 +77,15 @@ class PrefillEngine:
         assert order[0] == "stats"
         return self.scheduler.stats()
 
-    def _reuse(self, pages: RequestPages) -> None:
-        """The pages belong to somebody else now: the generation first, then the bytes."""
-        blocks = [*pages.indexer_blocks, *(block for group in pages.resident_blocks for block in group if block)]
-        hosts = [block for block in pages.host_blocks if block]
-        self.memory.cache.generations[blocks] += np.uint64(1)
-        self.memory.pool.generations[hosts] += np.uint64(1)
-        assert self.memory.memory.host is not None
-        self.memory.memory.device[blocks] = CANARY
-        self.memory.memory.host[:, hosts] = CANARY
 
-
-def serve(conn: Connection, engine_id: str, incarnation: int, tls: str, config: dict[str, Any]) -> None:
+def serve(conn: Connection, engine_id: str, incarnation: int, tls: str, device: str, paging: tuple[int, int],
+          config: dict[str, Any]) -> None:
     """Steps an engine every 2 ms until ("stop",)."""
     if tls:
         os.environ["UCX_TLS"] = tls
-    engine = PrefillEngine(engine_id, incarnation, config)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    engine = PrefillEngine(engine_id, incarnation, config, device=device, paging=paging)
     conn.send(("ready", os.getpid()))
     while True:
         engine.step()
@@ -110,17 +116,20 @@ def wait_for_state(pid: int, states: str) -> None:
 
 
 class PrefillProcess:
-    """Handle of a `serve` process. They are forked from a server that has imported everything.
+    """Handle of a `serve` process. They are forked from a server that has imported everything and started nothing.
 
     Args:
-        tls: UCX_TLS, the transports that UCX may use; "" = its own choice.
+        tls: UCX_TLS, the transports that UCX may use; "" = its own choice. device: where its packed allocation lies.
+        paging: block size and groups.
     """
 
-    def __init__(self, engine_id: str, incarnation: int, *, tls: str = "", **config: Any) -> None:
+    def __init__(self, engine_id: str, incarnation: int, *, tls: str = "", device: str = "cpu",
+                 paging: tuple[int, int] = PAGING, **config: Any) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self.conn, far = context.Pipe()
-        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, tls, config), daemon=True)
+        self.process = context.Process(target=serve, args=(far, engine_id, incarnation, tls, device, paging, config),
+                                       daemon=True)
         self.process.start()
         self.ready = False
         self.pid = 0

@@ -179,8 +179,9 @@ def a_unit_filled_in_part_is_left_out(patch: Patch) -> None:
 
 def prefill_is_taken_to_pack_as_decode_does(patch: Patch) -> None:
     """Layers are read where the peer's own layout has them."""
-    def make(original: Any, self: RepagingPlanner, layout: Any, plan: Any, source: Any, own: Any, far: Any) -> None:
-        original(self, layout, plan, source, own, far)
+    def make(original: Any, self: RepagingPlanner, layout: Any, plan: Any, source: Any, own: Any, far: Any,
+             **options: Any) -> None:
+        original(self, layout, plan, source, own, far, **options)
         swapped = list(far.layer_row_offset)
         swapped[0], swapped[1] = swapped[1], swapped[0]
         self._far_layout = replace(far, layer_row_offset=tuple(swapped))

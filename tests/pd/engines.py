@@ -161,7 +161,8 @@ class Engine:
         near = self.transports[rank].destinations()
         if not near.size:
             return
-        for pool in (self.importers[rank].staging, self.importers[rank].generation_slots):
+        importer = self.importers[rank]
+        for pool in filter(None, (importer.staging, importer.device_staging, importer.generation_slots)):
             offsets = near - pool.address
             written = set((offsets[(offsets >= 0) & (offsets < pool.num_bytes)] // pool.slot_bytes).tolist())
             assert not written & set(pool._free), f"slots {written} are free while READs may still write to them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,33 +48,64 @@ class RankMemory:
 
     def __init__(self, seed: int, *, device_blocks: int = 64, host_blocks: int = 32, layout: KVCacheLayout = LAYOUT,
                  pool: HostPool | None = None) -> None:
-        rng = np.random.default_rng(seed)
         self.layout = layout
         self.cache = DeviceCache(layout, device_blocks)
         self.pool = pool or HostPool.private(layout, host_blocks)
         self.memory = LocalMemory(layout, self.cache, self.pool)
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        """Every byte and every generation is the seed's."""
+        rng = np.random.default_rng(seed)
         assert self.memory.host is not None
-        self.memory.device[:] = rng.integers(0, 256, self.memory.device.shape, dtype=np.uint8)
+        self._fill_device(rng.integers(0, 256, (self.cache.num_blocks, self.layout.block_bytes), dtype=np.uint8))
         self.memory.host[:] = rng.integers(0, 256, self.memory.host.shape, dtype=np.uint8)
-        self.cache.generations[:] = rng.integers(1, 1 << 63, device_blocks, dtype=np.uint64)
-        self.pool.generations[:] = rng.integers(1, 1 << 63, host_blocks, dtype=np.uint64)
+        for slab in (self.cache, self.pool):
+            slab.generations[:] = rng.integers(1, 1 << 63, slab.num_blocks, dtype=np.uint64)
+
+    def _fill_device(self, values: np.ndarray) -> None:
+        self.memory.device[:] = values
+
+    def device_bytes(self) -> np.ndarray:
+        """uint8 [blocks, block_bytes], the packed allocation as it is now."""
+        return self.memory.device
 
     # oracle: the bytes of one logical page of one layer, by tier
     def resident_row(self, layer: int, blocks: Sequence[int]) -> np.ndarray:
         start = self.layout.layer_byte_offset(layer)
         block = int(blocks[self.layout.layer_group[layer]])
-        return self.memory.device[block, start : start + self.layout.layer_page_bytes].copy()
+        return self.device_bytes()[block, start : start + self.layout.layer_page_bytes].copy()
 
     def host_row(self, layer: int, block: int) -> np.ndarray:
         assert self.memory.host is not None
         return self.memory.host[layer, int(block)].copy()
 
     def indexer_row(self, block: int) -> np.ndarray:
-        return self.memory.device[int(block), : self.layout.indexer_page_bytes].copy()
+        return self.device_bytes()[int(block), : self.layout.indexer_page_bytes].copy()
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.memory.host is not None
-        return self.memory.device.copy(), self.memory.host.copy()
+        return self.device_bytes().copy(), self.memory.host.copy()
+
+    def overwrite(self, pages: RequestPages, value: int) -> None:
+        """Every byte of the pages is `value`, in every tier that holds them."""
+        device, host = blocks_of(pages)
+        assert self.memory.host is not None
+        self.memory.device[device] = value
+        self.memory.host[:, host] = value
+
+    def give_away(self, pages: RequestPages, value: int) -> None:
+        """The pages get another owner: the generation first, then other bytes."""
+        device, host = blocks_of(pages)
+        self.cache.generations[device] += np.uint64(1)
+        self.pool.generations[host] += np.uint64(1)
+        self.overwrite(pages, value)
+
+    def holds(self, pages: RequestPages, value: int) -> bool:
+        """Whether every byte is still as `overwrite` left it."""
+        device, host = blocks_of(pages)
+        of_device, of_host = self.snapshot()
+        return bool((of_device[device] == value).all() and (of_host[:, host] == value).all())
 
     def generations_of(self, pages: RequestPages) -> PageGenerations:
         def device(ids: Sequence[int]) -> tuple[int, ...]:
@@ -83,6 +114,12 @@ class RankMemory:
         return PageGenerations(
             indexer=device(pages.indexer_blocks), resident=tuple(device(ids) for ids in pages.resident_blocks),
             host=tuple(int(self.pool.generations[i]) if i else 0 for i in pages.host_blocks))
+
+
+def blocks_of(pages: RequestPages) -> tuple[list[int], list[int]]:
+    """The device blocks and the host pages that are named."""
+    return ([*pages.indexer_blocks, *(block for group in pages.resident_blocks for block in group if block)],
+            [block for block in pages.host_blocks if block])
 
 
 def pick_pages(seed: int, num_pages: int, num_tokens: int, *, first_page: int = 0, resident: Sequence[bool],
@@ -113,8 +150,9 @@ class Side:
     slot_pages: int = 2
     direct: bool = False
     drain_s: float = 1.0
-    copy_engine: object = copy_now
+    copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now
     layout: KVCacheLayout = LAYOUT
+    make_rank: Callable[..., RankMemory] = RankMemory
     ranks: list[RankMemory] = field(default_factory=list)
     transports: list[LoopbackTransport] = field(default_factory=list)
     importers: list[Importer] = field(default_factory=list)
@@ -122,10 +160,10 @@ class Side:
 
     def __post_init__(self) -> None:
         for rank in range(self.num_ranks):
-            memory = RankMemory(self.seed if rank == 0 else self.seed + 100 * rank, layout=self.layout)
+            memory = self.make_rank(self.seed if rank == 0 else self.seed + 100 * rank, layout=self.layout)
             agent = agent_name(self.name, self.incarnation, rank)
             transport = LoopbackTransport(agent, network=self.network, faults=self.faults)
-            for address, num_bytes in memory.memory.slabs:
+            for address, num_bytes in memory.memory.slabs:  # the importer registers those of a GPU
                 transport.register(address, num_bytes)
             self.ranks.append(memory)
             self.transports.append(transport)
@@ -133,7 +171,7 @@ class Side:
             self.importers.append(Importer(
                 memory.memory, transport, rank=rank, host_writer=rank == 0, staging_slots=self.slots,
                 slot_pages=self.slot_pages, direct=self.direct, drain_s=self.drain_s, clock=self.clock,
-                copy_engine=self.copy_engine))  # type: ignore[arg-type]
+                copy_engine=self.copy_engine))
 
     def replicate(self) -> None:
         """MLA KV is replicated: all ranks of a prefill engine hold the same bytes; generations may differ by rank."""

@@ -107,6 +107,20 @@ def start(prefill: Replica, decode: Replica, name: str, landing: Landing = Landi
     return target
 
 
+def test_the_first_rank_sends_the_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would connect to prefill's rank 0 for nothing else."""
+    prefill, decode = pair
+    calls, connect, notify = list[tuple[str, str, str]](), LoopbackTransport.connect, LoopbackTransport.notify
+    monkeypatch.setattr(LoopbackTransport, "connect", lambda self, peer, metadata: (
+        calls.append(("connect", self.name[-1], peer[-1])), connect(self, peer, metadata))[1])
+    monkeypatch.setattr(LoopbackTransport, "notify", lambda self, peer, message: (
+        calls.append(("notify", self.name[-1], peer[-1])), notify(self, peer, message))[1])
+    for name in ("one", "two"):
+        start(prefill, decode, name)
+        until(lambda name=name: f"p-{name}" in prefill.ended, decode, prefill)
+    assert sorted(calls) == [("connect", "0", "0"), ("connect", "1", "1"), *[("notify", "0", "0")] * 2]
+
+
 def test_halves_fit_the_protocols_of_the_boundary(pair: Pair) -> None:
     prefill, _ = pair
     pd: Any = prefill.pd

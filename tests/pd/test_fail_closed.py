@@ -18,10 +18,13 @@ import pytest
 
 from tests.mutations.faults import Fault
 from tests.mutations.pd_faults import PD_FAULTS
+from tests.pd import engines
+from tests.pd.fake_gpu import FakeGpuRank, fake_gpu
 from tests.pd.schedules import live
 
 SCHEDULES = int(os.environ.get("HISPARSE_PD_SCHEDULES", "160"))
 FIRST_SEED = int(os.environ.get("HISPARSE_PD_FIRST_SEED", "0"))
+GPU_SCHEDULES = 24
 FAULT_SEEDS = 150
 COUNT_SEEDS = int(os.environ.get("HISPARSE_PD_FAULT_SEEDS", "0"))
 
@@ -51,6 +54,19 @@ def test_every_request_gets_its_own_bytes_or_none() -> None:
             print(f"{seed + 1 - FIRST_SEED} schedules are right", flush=True)
     print(f"\n{SCHEDULES} schedules\n" + "\n".join(f"{met[name]:>7}  {name}" for name in sorted({*EXPECTED, *met})))
     assert not [name for name in EXPECTED if not met[name]]
+
+
+def test_packed_allocations_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA plans: slots of two kinds, and no READ that mixes memory, also where a page is put together from both."""
+    monkeypatch.setattr(engines, "RankMemory", FakeGpuRank)
+    met: Counter[str] = Counter()
+    with fake_gpu():
+        for seed in range(FIRST_SEED, FIRST_SEED + max(GPU_SCHEDULES, SCHEDULES // 10)):
+            try:
+                met.update(live(seed).met)
+            except Exception as error:
+                raise AssertionError(f"schedule {seed}: {error}") from error
+    assert met["larger pages at prefill"] and met["smaller pages at prefill"] and met["failed: generation"], met
 
 
 def name_of_check(error: Exception) -> str:
