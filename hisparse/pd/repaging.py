@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from hisparse.layout import KVCacheLayout
 from hisparse.pd.commands import ImportPlan
@@ -67,9 +68,9 @@ class RepagingPlanner:
         """Cuts target pages (indices) into lists of at most `slot_pages`."""
         return [pages[i : i + slot_pages] for i in range(0, pages.size, slot_pages)]
 
-    def is_resident(self, page: int) -> bool:
-        """Never: staged pages are in layered order, whatever they came from."""
-        return False
+    def resident(self, pages: Ids) -> npt.NDArray[np.bool_]:
+        """None: staged pages are in layered order, whatever they came from."""
+        return np.zeros(pages.size, dtype=np.bool_)
 
     def _rows(self, units: Units) -> Ids:
         """Byte offset of each unit in a layer's page of the target."""

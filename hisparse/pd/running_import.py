@@ -32,6 +32,7 @@ class Read:
 
     descriptors: Descriptors | None = None  # None: staged or generations, made when it has a slot
     pages: Ids | None = None  # staged
+    from_gpu: bool = False  # staged: the peer holds these pages in its packed allocation
     runs: list[GenerationRun] | None = None  # generations
     pool: SlotPool | None = None
     slot: int = -1

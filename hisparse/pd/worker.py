@@ -108,6 +108,7 @@ class PDConnectorWorker:
                             staging_slots=1 if serves_only else config.staging_slots,
                             slot_pages=1 if serves_only else config.staging_slot_pages,
                             direct=config.landing_path == "direct", drain_s=DRAIN_S, clock=clock,
+                            staged_reads=None if memory.on_cuda else 1,  # UCX's threads take the next when they are done
                             copy_engine=stream.copy, ready=stream.is_open)
 
         self._thread = TransferThread(

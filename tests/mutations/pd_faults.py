@@ -264,6 +264,14 @@ def slots_stay_in_quarantine(patch: Patch) -> None:
     wrap(patch, Importer, "_abort", abort)
 
 
+def a_landed_slot_of_a_failed_import_is_kept(patch: Patch) -> None:
+    """A slot whose READ is over is free when its import has failed meanwhile."""
+    def start(original: Any, self: Importer, job: Any, read: Any) -> None:
+        if job.failure is None:
+            original(self, job, read)
+    wrap(patch, Importer, "_start_copy", start)
+
+
 def deadlines_are_the_transports(patch: Patch) -> None:
     """A READ that never ends fails at our deadline; the transport has none."""
     wrap(patch, Importer, "submit", lambda original, self, plan: original(self, replace(plan, deadline_s=1e12)))

@@ -91,6 +91,7 @@ class Engine:
                 memory.memory, transport, rank=rank, host_writer=self.writes_host(rank),
                 staging_slots=self.config.staging_slots, slot_pages=self.config.staging_slot_pages,
                 direct=self.config.landing_path == "direct", drain_s=self.drain_s, clock=self.clock,
+                staged_reads=1 if self.config.staging_slot_pages == 2 else None,
                 copy_engine=self._copy_engine(self.copies[rank])))
 
     def ranks_die(self, *, linger: bool = False) -> None:

@@ -22,6 +22,7 @@ import torch
 from hisparse.bench import children
 from hisparse.bench.imports.engines import Engine, Setup, serve
 from hisparse.bench.report import Row
+from hisparse.config import PDConfig
 from hisparse.pd.copies import copy_now
 from hisparse.pd.generations import GENERATION_BYTES
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
@@ -53,7 +54,7 @@ class Case:
     transport: str = "nixl"
     device: str = "cpu"
     runs: int = 8
-    slot_pages: int = 8
+    slot_pages: int = PDConfig().staging_slot_pages
     control: bool = False
 
     @property
@@ -130,7 +131,7 @@ def _times(case: Case, prefill: Prefill, engine: Engine, repeats: int) -> list[f
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    return {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path, "staging_slots": 8,
+    return {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path,
             "staging_slot_pages": case.slot_pages}
 
 
