@@ -174,6 +174,8 @@ class PDConfig(_Section):
     staging_slot_pages: int = Field(16, ge=1, description="Whole pages per staging slot.")
     transfer_threads: int | None = Field(None, ge=0, le=16, description="Threads of UCX that share an import's READs on a "
                                          "decode rank; default 2 between CPUs, 0 (one thread reads all) for GPU memory.")
+    gpu_reads: Literal["mapped", "ucx"] = Field("mapped", description="GPU memory of a prefill engine on the same host: mapped "
+                                                "= read by a kernel through CUDA IPC where that is possible; ucx = by UCX.")
     landing_path: Literal["staged", "direct"] = Field("direct", description="How pages reach the host pool: direct = READs "
                                                       "end in the pool, but for pages on a GPU; staged = through slots.")
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(

@@ -16,6 +16,7 @@ from hisparse.pd.commands import PDCommand, PDOutput
 from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import RankEndpoint
 from hisparse.pd.importer import Importer
+from hisparse.pd.mapped_reads import GpuMemory, MappedReads
 from hisparse.pd.memory import DeviceSlab, HostSlab, LocalMemory, device_index
 from hisparse.pd.transfer_thread import TransferThread
 from hisparse.pd.transport import Transport
@@ -97,11 +98,12 @@ class PDConnectorWorker:
         if config.transfer_threads is not None and not serves_only:
             threads = config.transfer_threads
         make = make_transport or transport_factory(config.transport, threads)
+        mapped = make_transport is None and config.transport == "nixl"
 
         def make_transport_here(name: str) -> Transport:
             if memory.on_cuda:
                 _use_device(cache.device)
-            return make(name)
+            return MappedReads(make(name), _gpu_memory(cache.device, config)) if mapped else make(name)
 
         def make_importer(transport: Transport) -> Importer:
             return Importer(memory, transport, rank=rank, host_writer=host_writer,
@@ -155,6 +157,15 @@ class PDConnectorWorker:
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""
         self._thread.stop(DRAIN_S + 30.0)
+
+
+def _gpu_memory(device: torch.device, config: PDConfig) -> GpuMemory | None:
+    """What maps GPU memory of other processes; None = there is none, or UCX shall read it."""
+    if device.type != "cuda" or config.gpu_reads != "mapped":
+        return None
+    from hisparse.ops.cuda.peer_memory import PeerMemory
+
+    return PeerMemory(torch.device("cuda", device_index(device)))
 
 
 def _use_device(device: torch.device) -> None:

@@ -231,9 +231,10 @@ def process() -> Iterator[Process]:
     started.process.join(20)
 
 
-@pytest.fixture(scope="module", params=["staged", "direct"])
+@pytest.fixture(scope="module", params=["staged-mapped", "direct-mapped", "staged-ucx"])
 def over_nixl(request: pytest.FixtureRequest, process: Process) -> Iterator[Half]:
-    half = Half(f"d-{request.param}", 2, role="decode", device="cuda:0", landing_path=request.param)
+    path, gpu_reads = request.param.split("-")
+    half = Half(f"d-{request.param}", 2, role="decode", device="cuda:0", landing_path=path, gpu_reads=gpu_reads)
     yield half
     half.close()
 
@@ -253,6 +254,9 @@ def test_nixl_between_two_processes(process: Process, over_nixl: Half, kind: str
         ended += process.ask("ended")
         time.sleep(0.01)
     assert name in ended, "prefill was not told"
+    transport = over_nixl.worker._thread._metered._transport
+    mapped = [bool(peer.ranges) for peer in transport._peers.values()]
+    assert mapped == [transport._gpu is not None], "GPU memory of the other process is mapped, unless UCX shall read it"
 
 
 def test_pages_reused_in_another_process_are_found_out(process: Process, over_nixl: Half) -> None:
