@@ -114,6 +114,7 @@ class Side:
     direct: bool = False
     drain_s: float = 1.0
     copy_engine: object = copy_now
+    staged_reads: int | None = None
     layout: KVCacheLayout = LAYOUT
     ranks: list[RankMemory] = field(default_factory=list)
     transports: list[LoopbackTransport] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Side:
             self.importers.append(Importer(
                 memory.memory, transport, rank=rank, host_writer=rank == 0, staging_slots=self.slots,
                 slot_pages=self.slot_pages, direct=self.direct, drain_s=self.drain_s, clock=self.clock,
-                copy_engine=self.copy_engine))  # type: ignore[arg-type]
+                staged_reads=self.staged_reads, copy_engine=self.copy_engine))  # type: ignore[arg-type]
 
     def replicate(self) -> None:
         """MLA KV is replicated: all ranks of a prefill engine hold the same bytes; generations may differ by rank."""
