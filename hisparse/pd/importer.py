@@ -21,8 +21,9 @@ import torch
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
 from hisparse.pd.copies import CopyEvent, copy_now
-from hisparse.pd.descriptors import mirrored, split
-from hisparse.pd.generations import GENERATION_BYTES, first_difference, generation_reads, plan_check
+from hisparse.pd.data_reads import data_reads
+from hisparse.pd.descriptors import mirrored
+from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.repaging import ReadPlanners
@@ -116,20 +117,8 @@ class Importer:
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
-        to_host = to_host and self._writer
-        gpu = planner.resident(rows_of)
-        direct, staged = [planner.indexer()], []
-        for from_gpu in (True, False):  # one READ has one kind of memory on either side
-            pages = rows_of[gpu == from_gpu]
-            if not pages.size:
-                continue
-            if self._slots.used(to_host=to_host, from_gpu=from_gpu):
-                staged += [Read(pages=chunk, from_gpu=from_gpu) for chunk in planner.slot_chunks(pages, self._slot_pages)]
-            else:
-                direct.append(planner.to_host(pages) if to_host else planner.to_resident(pages))
-        for descriptors in direct:
-            job.waiting.extend(Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
-        job.waiting.extend(staged)  # last: see _post
+        job.waiting.extend(data_reads(planner, rows_of, self._slots, to_host=to_host and self._writer,
+                                      slot_pages=self._slot_pages, max_read_bytes=self._max_read_bytes))
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -173,6 +162,8 @@ class Importer:
             moved |= self._post(job)
         for read in landed:  # behind the next READ, which moves meanwhile
             self._start_copy(job, read)
+        if job.checks is None and not job.waiting and job.failure is None:
+            job.checks = self._plan_check(job)  # while the last READs move
         if job.posted and now >= job.deadline_s + self._drain_s:
             self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
         if job.posted or job.copying or job.waiting:
@@ -276,10 +267,14 @@ class Importer:
         return moved
 
     # ---- generations
+    def _plan_check(self, job: RunningImport) -> list[list[GenerationRun]]:
+        pages = job.plan.source_of(job.rows_of, self._layout.block_size)
+        return plan_check(job.plan, job.source, pages, GENERATION_BYTES)
+
     def _start_verify(self, job: RunningImport) -> None:
+        assert job.checks is not None
         job.phase = Phase.VERIFY
-        batches = plan_check(job.plan, job.source, job.plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-        job.waiting.extend(Read(runs=batch) for batch in batches)
+        job.waiting.extend(Read(runs=batch) for batch in job.checks)
 
     def _generation_reads(self, read: Read) -> Descriptors:
         assert read.runs is not None

@@ -1,6 +1,6 @@
 """READs of GPU memory of a process on the same host, by one kernel over memory that is mapped here.
 
-UCX gives every descriptor between two GPUs to the driver by itself, 4 to 7 us each, so that pages in short runs are far below
+UCX gives every descriptor between two GPUs to the copy engine by itself, 5 us each, so that pages in short runs are far below
 the link. A kernel takes the whole list at once. CPU memory (generations too), notices, peers on other hosts and memory that
 cannot be mapped go through the transport below, whose errors say that a peer is gone: a mapping stays readable without it.
 """
@@ -19,7 +19,7 @@ from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.descriptors import cut
 from hisparse.pd.transport import Descriptors, Transport
 
-PIECE_BYTES, UNIT_BYTES = 64 << 10, 16
+PIECE_BYTES, UNIT_BYTES = 256 << 10, 16
 """Most bytes of a piece, which one CTA copies; and what addresses and lengths must be multiples of."""
 MAX_RANGES = 64
 _MAGIC, _BOOT_ID = b"HSM1", Path("/proc/sys/kernel/random/boot_id")

@@ -47,6 +47,7 @@ class RunningImport:
     Attributes:
         reads: None until its peer was reached. rows_of: pages (indices) whose rows this rank reads.
         waiting, posted, copying: each Read is in one of them. ready: its pages may be written.
+        checks: generation READs, planned while the last data READs move and posted behind them.
     """
 
     plan: ImportPlan
@@ -58,6 +59,7 @@ class RunningImport:
     waiting: deque[Read] = field(default_factory=deque)
     posted: list[Read] = field(default_factory=list)
     copying: list[Read] = field(default_factory=list)
+    checks: list[list[GenerationRun]] | None = None
     phase: Phase = Phase.DATA
     ready: bool = False
     failure: ImportFailure | None = None

@@ -155,7 +155,7 @@ def serve(pipe: Connection, device: str, config: dict[str, Any]) -> None:
     """A prefill engine in a process of its own: obeys ("grant", id, kind), ("reuse", id), ("fill",), ("ended",), ("stop",)."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    half = Half("p", 1, role="prefill", device=device, incarnation=5, **config)
+    half = Half("p", 1, role="prefill", device=device, **{"incarnation": 5, **config})
     pipe.send("ready")
     granted: dict[str, RequestPages] = {}
     ended: list[str] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,10 +210,10 @@ def test_requests_and_failing_reads_through_tight_pools(make_rig: Callable[..., 
 class Process:
     """A prefill engine in another process, on the same GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: int = 5) -> None:
         context = mp.get_context("spawn")
         self.pipe, far = context.Pipe()
-        self.process = context.Process(target=serve, args=(far, "cuda:0", {}), daemon=True)
+        self.process = context.Process(target=serve, args=(far, "cuda:0", {"incarnation": incarnation}), daemon=True)
         self.process.start()
         assert self.pipe.poll(60) and self.pipe.recv() == "ready", "the prefill process did not start"
 
@@ -269,3 +271,46 @@ def test_pages_reused_in_another_process_are_found_out(process: Process, over_ni
     process.ask("fill")
     assert "was reused while it was read" in reason
     assert not over_nixl.memory.pool.row_masks[list(target.host_blocks)].any()
+
+
+@pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("gpu_reads", ["mapped", "ucx"])
+def test_prefill_killed_or_stopped_in_a_read_of_its_gpu(gpu_reads: str, blow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping outlives the process, so bytes may well arrive; the generations say nothing then, or still the same."""
+    pytest.importorskip("nixl", reason="needs NIXL")
+    first, half = Process(), Half(f"d-{blow}-{gpu_reads}", 2, role="decode", device="cuda:0", gpu_reads=gpu_reads,
+                                  transfer_deadline_s=2.0)
+    try:
+        transport, source = half.worker._thread._metered._transport, source_pages("resident")
+        posted: list[int] = []
+
+        def read(peer: str, descriptors: Any) -> Any:
+            handle = original(peer, descriptors)
+            posted.append(len(descriptors))
+            if len(posted) == 1 and first.process.pid is not None:
+                os.kill(first.process.pid, getattr(signal, blow))
+            return handle
+
+        original = transport.read
+        monkeypatch.setattr(transport, "read", read)
+        target = half.start("r", first.ask("grant", "r", "resident"), Landing.HOST, seed=41)
+        half.memory.pool.row_masks[list(target.host_blocks)] = 0
+        reason = half.outcome("r")
+        assert posted
+        if reason:
+            assert not half.memory.pool.row_masks[list(target.host_blocks)].any()
+        else:
+            assert blow == "SIGSTOP", "its generations cannot have been read"
+            assert_imported(DeviceRank(1), source, half.memory, target, Landing.HOST)
+        assert blow == "SIGSTOP" or "transfer: " in reason, reason
+        first.process.kill()
+        first.process.join(10)
+        second = Process(incarnation=6)
+        target = half.start("s", second.ask("grant", "s", "mixed"), Landing.RESIDENT, seed=42)
+        assert half.outcome("s") == ""
+        assert_imported(DeviceRank(1), source_pages("mixed"), half.memory, target, Landing.RESIDENT)
+        second.ask("stop")
+        second.process.join(20)
+    finally:
+        first.process.kill()
+        half.close()

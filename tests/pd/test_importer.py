@@ -220,7 +220,7 @@ def test_failed_read_fails_the_import_after_the_others_drained(number: int) -> N
 
 def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoint_is_closed() -> None:
     clock = FakeClock()
-    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 1), clock=clock, drain_s=2.0)
+    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 0), clock=clock, drain_s=2.0)
     source, target = tables("resident")
     importer = decode.importers[0]
     importer.submit(make_plan(prefill, source, target, Landing.HOST, deadline_s=10.0))
