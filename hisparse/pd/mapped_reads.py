@@ -2,13 +2,16 @@
 
 UCX gives every descriptor between two GPUs to the copy engine by itself, 5 us each, so that pages in short runs are far below
 the link. A kernel takes the whole list at once. CPU memory (generations too), notices, peers on other hosts and memory that
-cannot be mapped go through the transport below, whose errors say that a peer is gone: a mapping stays readable without it.
+cannot be mapped go through the transport below, whose errors say that a peer is gone: a mapping stays readable without it, and
+keeps its memory from being free. So memory is mapped for READs only, and for a while after the last one.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +24,8 @@ from hisparse.pd.transport import Descriptors, Transport
 
 PIECE_BYTES, UNIT_BYTES = 256 << 10, 16
 """Most bytes of a piece, which one CTA copies; and what addresses and lengths must be multiples of."""
+IDLE_S = 5.0
+"""A mapping without READs for so long ends: the successor of a dead peer needs the memory."""
 MAX_RANGES = 64
 _MAGIC, _BOOT_ID = b"HSM1", Path("/proc/sys/kernel/random/boot_id")
 _HOST_BYTES = 36
@@ -69,8 +74,12 @@ class MappedRead:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
+    """exported: what may be mapped; ranges: what is; idle_s: since when no READ was posted or seen to be over."""
+
+    exported: list[_Exported]
     ranges: list[_Mapped] = field(default_factory=list)
     reads: set[MappedRead] = field(default_factory=set)
+    idle_s: float = 0.0
 
 
 class MappedReads:
@@ -81,8 +90,9 @@ class MappedReads:
         host: of this machine, since it was started; only agents with the same are mapped.
     """
 
-    def __init__(self, transport: Transport, gpu: GpuMemory | None, *, host: str | None = None) -> None:
-        self._transport, self._gpu = transport, gpu
+    def __init__(self, transport: Transport, gpu: GpuMemory | None, *, host: str | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport, self._gpu, self._clock = transport, gpu, clock
         self.name = transport.name
         self._host = (_boot_id() if host is None else host).encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
         self._own: list[tuple[int, int]] = []  # GPU memory, by first address and end
@@ -112,22 +122,8 @@ class MappedReads:
     def connect(self, peer: str, metadata: bytes) -> None:
         host, exported, metadata = _unwrap(metadata)
         self._transport.connect(peer, metadata)
-        state = self._peers[peer] = _Peer()
-        if self._gpu is None or host != self._host or not host.strip(b"\0"):
-            return
-        for item in exported:
-            try:
-                base, size = self._gpu.open(item.handle)
-            except RuntimeError as error:
-                _log.info("%s reads GPU memory of %s through UCX, as it cannot be mapped: %s", self.name, peer, error)
-                continue
-            if item.offset + item.num_bytes > size:
-                self._gpu.close(base)
-                _log.warning("%s says it has %d bytes at %d of an allocation of %d bytes; read through UCX", peer,
-                             item.num_bytes, item.offset, size)
-                continue
-            state.ranges.append(_Mapped(address=item.address, num_bytes=item.num_bytes,
-                                        shift=base + item.offset - item.address, base=base))
+        alike = self._gpu is not None and host == self._host and bool(host.strip(b"\0"))
+        self._peers[peer] = _Peer(exported if alike else [])
 
     def read(self, peer: str, descriptors: Descriptors) -> Any:
         state = self._peers.get(peer)
@@ -136,6 +132,7 @@ class MappedReads:
             return self._transport.read(peer, descriptors)
         read = MappedRead(peer, self._gpu.read(pieces))
         state.reads.add(read)
+        state.idle_s = self._clock()
         return read
 
     def poll(self, handle: Any) -> bool:
@@ -146,13 +143,19 @@ class MappedReads:
         if not handle.event.query():
             return False
         handle.event = None
-        self._peers[handle.peer].reads.discard(handle)
+        state = self._peers[handle.peer]
+        state.reads.discard(handle)
+        state.idle_s = self._clock()
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
         self._transport.notify(peer, message)
 
     def notices(self) -> list[bytes]:
+        """Also ends mappings that nothing was read from for a while."""
+        for state in self._peers.values():
+            if state.ranges and not state.reads and self._clock() >= state.idle_s + IDLE_S:
+                self._unmap(state)
         return self._transport.notices()
 
     def disconnect(self, peer: str) -> None:
@@ -169,20 +172,44 @@ class MappedReads:
 
     def _pieces(self, state: _Peer, descriptors: Descriptors) -> Descriptors | None:
         """What the kernel copies; None = that is for the transport: not mapped, not GPU memory here, or odd addresses."""
-        if not len(descriptors) or not state.ranges:
+        if not len(descriptors) or not state.exported:
             return None
         far, near, size = descriptors.T
-        low, high = int(far.min()), int((far + size).max())
         first, end = int(near.min()), int((near + size).max())
+        if not any(own <= first and end <= own_end for own, own_end in self._own):
+            return None
+        if not state.ranges:
+            self._map(state)
+        low, high = int(far.min()), int((far + size).max())
         mapped = next((item for item in state.ranges
                        if item.address <= low and high <= item.address + item.num_bytes), None)
-        if mapped is None or not any(own <= first and end <= own_end for own, own_end in self._own):
+        if mapped is None:
             return None
         pieces = cut(descriptors, PIECE_BYTES)
         if pieces is descriptors:
             pieces = descriptors.copy()
         pieces[:, 0] += mapped.shift
         return None if np.bitwise_or.reduce(pieces, axis=None) % UNIT_BYTES else np.ascontiguousarray(pieces)
+
+    def _map(self, state: _Peer) -> None:
+        """What cannot be mapped is not tried again."""
+        assert self._gpu is not None
+        for item in list(state.exported):
+            try:
+                base, size = self._gpu.open(item.handle)
+            except RuntimeError as error:
+                _log.info("%s reads GPU memory at %#x of a peer through UCX, as it cannot be mapped: %s", self.name,
+                          item.address, error)
+                state.exported.remove(item)
+                continue
+            if item.offset + item.num_bytes > size:
+                self._gpu.close(base)
+                _log.warning("a peer of %s says it has %d bytes at %d of an allocation of %d bytes; read through UCX",
+                             self.name, item.num_bytes, item.offset, size)
+                state.exported.remove(item)
+                continue
+            state.ranges.append(_Mapped(address=item.address, num_bytes=item.num_bytes,
+                                        shift=base + item.offset - item.address, base=base))
 
     def _unmap(self, state: _Peer) -> None:
         """Its READs are over, and its memory is not mapped any more."""

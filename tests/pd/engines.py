@@ -89,7 +89,7 @@ class Engine:
             agent = agent_name(self.name, self.incarnation, rank)
             transport = TornTransport(agent, self.network, self.levers, self.rng)
             gpu = TornGpu(transport) if self.maps else None
-            mapped = MappedReads(transport, gpu, host="here")
+            mapped = MappedReads(transport, gpu, host="here", clock=self.clock)
             for address, num_bytes in memory.memory.slabs:
                 mapped.register(address, num_bytes, 0 if address == memory.cache.address else None)
             self.transports.append(transport)
@@ -152,7 +152,7 @@ class Engine:
             if moved:
                 self.importers[rank].check()
             self._check_slots(rank)
-            acks, notices = self.importers[rank].take_acks(), self.transports[rank].notices()
+            acks, notices = self.importers[rank].take_acks(), self.importers[rank]._transport.notices()
         for ack in acks:
             self.deadlines[rank].end(ack.job_id)
         late = self.deadlines[rank].late()

@@ -10,8 +10,9 @@ import pytest
 
 from hisparse.errors import TransferError
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
-from hisparse.pd.mapped_reads import PIECE_BYTES, MappedReads
+from hisparse.pd.mapped_reads import IDLE_S, PIECE_BYTES, MappedReads
 from hisparse.pd.transport import Descriptors
+from tests.pd.rig import FakeClock
 
 SIZE = 3 * PIECE_BYTES
 LEAD = 4096
@@ -86,7 +87,8 @@ class Pair:
         self.cpu = np.arange(128, dtype=np.uint8).reshape(2, 64)
         self.plain = Plain("d", network=self.network)
         self.prefill = MappedReads(Plain("p", network=self.network), self.p if exports else None, host=hosts[0])
-        self.decode = MappedReads(self.plain, self.d, host=hosts[1])
+        self.clock = FakeClock()
+        self.decode = MappedReads(self.plain, self.d, host=hosts[1], clock=self.clock)
         for transport, gpu, cpu in ((self.prefill, self.p, self.cpu[0]), (self.decode, self.d, self.cpu[1])):
             transport.register(gpu.address + LEAD, SIZE, 0)
             transport.register(int(cpu.ctypes.data), 64)
@@ -203,6 +205,33 @@ def test_a_restarted_peer_is_mapped_anew() -> None:
     assert pair.decode.poll(read) and len(pair.d.mapped) == 1
 
 
+def test_memory_is_mapped_for_reads_and_for_a_while_after_the_last_one() -> None:
+    pair = Pair()
+    pair.connect()
+    assert not pair.d.mapped, "nothing was read"
+    read = pair.decode.read("p", pair.gpu_reads(*WHOLE))
+    pair.clock.advance(10 * IDLE_S)
+    pair.decode.notices()
+    assert pair.d.mapped, "a READ is under way"
+    pair.d.wait()
+    assert pair.decode.poll(read)
+    pair.clock.advance(0.9 * IDLE_S)
+    pair.decode.notices()
+    assert pair.d.mapped and pair.decode.read("p", pair.gpu_reads(*WHOLE))
+    pair.d.wait()
+    pair = Pair()
+    pair.connect()
+    read = pair.decode.read("p", pair.gpu_reads(WHOLE[0]))
+    pair.d.wait()
+    assert pair.decode.poll(read)
+    pair.clock.advance(IDLE_S)
+    pair.decode.notices()
+    assert not pair.d.mapped and pair.d.closed == [pair.p.address], "a dead peer's memory would not be free"
+    read = pair.decode.read("p", pair.gpu_reads(WHOLE[1]))
+    pair.d.wait()
+    assert pair.decode.poll(read) and pair.d.mapped and all(pair.same(*piece) for piece in WHOLE)
+
+
 def test_refused_metadata_maps_nothing() -> None:
     pair = Pair()
     data = pair.prefill.metadata()
@@ -217,6 +246,7 @@ def test_refused_metadata_maps_nothing() -> None:
     pair.connect()
     with pytest.raises(TransferError, match="connected already"):
         pair.connect()
+    pair.decode.read("p", pair.gpu_reads(*WHOLE))
     assert len(pair.d.mapped) == 1
 
 
