@@ -25,6 +25,8 @@ from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 START_TIMEOUT_S = 120.0
 DRAIN_S = 1.0
 """A READ past its deadline gets this long to end by itself before its endpoint is closed."""
+SLOT_BYTES = 16 << 20
+"""Of a staging slot: a few of them on the way cover what a slot waits for, and control is small beside its bytes."""
 CLOSE_S = 10.0
 """Closing an endpoint may take this long, e.g. to register a large pool with a new agent, before its imports are overdue."""
 
@@ -108,7 +110,7 @@ class PDConnectorWorker:
         def make_importer(transport: Transport) -> Importer:
             return Importer(memory, transport, rank=rank, host_writer=host_writer,
                             staging_slots=1 if serves_only else config.staging_slots,
-                            slot_pages=1 if serves_only else config.staging_slot_pages,
+                            slot_pages=1 if serves_only else config.staging_slot_pages or default_slot_pages(memory),
                             direct=config.landing_path == "direct", drain_s=DRAIN_S, clock=clock,
                             staged_reads=None if memory.on_cuda else 1,  # UCX's threads take the next when they are done
                             copy_engine=stream.copy, ready=stream.is_open)
@@ -157,6 +159,11 @@ class PDConnectorWorker:
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""
         self._thread.stop(DRAIN_S + 30.0)
+
+
+def default_slot_pages(memory: LocalMemory) -> int:
+    """Pages of a staging slot: SLOT_BYTES of them, whatever the model; no more than there are."""
+    return max(1, min(SLOT_BYTES // memory.layout.staged_page_bytes, memory.num_device_blocks))
 
 
 def _gpu_memory(device: torch.device, config: PDConfig) -> GpuMemory | None:
