@@ -20,6 +20,7 @@
 // CTAs as on many. send_pages has a bounded number of bytes on their way, because it waits until a piece is written.
 //
 // gather_pages: the same copy loop, driven by one seat's rows of the block tables.
+// read_pieces: the same copy loop over a list of addresses; the sources may be another process's memory, mapped here.
 
 #include "common.cuh"
 
@@ -178,5 +179,14 @@ gather_pages(const int* source, const int* resident, i64 first_page, i64 num_pag
         }
         copy_bytes(block > 0 ? device + block * block_bytes + layer_offset : host + host_block * page_bytes,
                    workspace + item * page_bytes, nullptr, page_bytes);
+    }
+}
+
+// pieces [num_pieces, 3]: source address, target address, bytes, all multiples of 16; no target overlaps anything. A CTA takes
+// every gridDim.x-th piece. A source on another GPU is far away: what is in flight, CTAs * THREADS * UNROLL * 16 bytes, is the rate.
+extern "C" __global__ void __launch_bounds__(THREADS) read_pieces(const i64* pieces, i64 num_pieces) {
+    for (i64 item = blockIdx.x; item < num_pieces; item += gridDim.x) {
+        const i64* piece = pieces + item * 3;
+        copy_bytes(reinterpret_cast<const char*>(piece[0]), reinterpret_cast<char*>(piece[1]), nullptr, piece[2]);
     }
 }

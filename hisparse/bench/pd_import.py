@@ -24,14 +24,14 @@ def run(*, device: str = "cpu", quick: bool = False, only: Sequence[str] = (), r
 
     Args:
         device: where both engines keep their KV. quick: 64 pages, no bars: a smoke test. only: words of a case's name, all of
-            which it must have. repeats: imports timed per case. slot_pages: of a staging slot; 8, on CUDA 64.
+            which it must have. repeats: imports timed per case. slot_pages: of a staging slot; default as an engine.
     Raises:
         HiSparseError: no CUDA device. ConfigError: no case has these words.
     """
     progress = progress or Progress()
     if device == "cuda":
         need_gpu("import --device cuda")
-    every = cases.all_cases(device, slot_pages or (64 if device == "cuda" else 8))
+    every = cases.all_cases(device, slot_pages)
     chosen = [case for case in every if all(word in case.name for word in only)]
     if not chosen:
         raise ConfigError(f"no case's name has {' and '.join(map(repr, only))}; names are like {every[0].name!r}")

@@ -130,7 +130,7 @@ def import_(device: Annotated[str, typer.Option(help="Where both engines keep th
             quick: Quick = False,
             only: Annotated[list[str] | None, typer.Option(help="A word that the case's name has. Repeatable.")] = None,
             repeats: Annotated[int, typer.Option(help="Imports timed per case.", min=1)] = 7,
-            slot_pages: Annotated[int | None, typer.Option(help="Of a staging slot; default 8, on CUDA 64.", min=1)] = None,
+            slot_pages: Annotated[int | None, typer.Option(help="Of a staging slot; default as an engine.", min=1)] = None,
             check: Check = False, path: Out = None, as_json: AsJson = False) -> None:
     """Import pages from a prefill engine into a decode engine, end to end. Runs on CPUs or GPUs.
 

@@ -12,7 +12,7 @@ HIERARCHY = ("cache.host_pool_gib", "cache.host_to_device_ratio", "cache.host_po
              "cache.hot_rows_weights", "cache.hot_rows_max", "cache.position_table", "cache.watermark",
              "cache.host_reserve_tokens", "cache.host_reservation")
 """What only the two tiers together use."""
-PD = ("pd.lease_s", "pd.transfer_deadline_s", "pd.staging_slots", "pd.staging_slot_pages", "pd.landing_path",
+PD = ("pd.lease_s", "pd.transfer_deadline_s", "pd.staging_slots", "pd.staging_slot_pages", "pd.gpu_reads", "pd.landing_path",
       "pd.kv_load_failure_policy", "pd.max_retries", "pd.local_prefill_tokens", "pd.transport", "prefill")
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[HiSparseConfig], bool], str], ...] = (
@@ -22,6 +22,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[HiSparseConfig], bool], str], ...]
     (("pd.role",), lambda c: True, "each replica gets its role; serve.prefill_replicas decides which there are"),
     (("engine.cuda_graphs", "model.gpu_share"), lambda c: c.model.device == "cpu", "model.device is cpu"),
     (("cache.position_table",), lambda c: c.model.device == "cpu", "only CUDA kernels build one; model.device is cpu"),
+    (("pd.gpu_reads",), lambda c: c.model.device == "cpu", "model.device is cpu"),
     (("trace.requests", "trace.steps"), lambda c: c.trace.directory is None, "trace.directory is not set"),
     (("pd.local_prefill_tokens",), lambda c: c.pd.kv_load_failure_policy == "fail", "pd.kv_load_failure_policy is fail"),
     (("serve.allow_no_keys",), lambda c: bool(c.serve.api_keys or c.serve.api_keys_file), "there are API keys"),

@@ -170,12 +170,15 @@ class PDConfig(_Section):
     role: Literal["colocated", "prefill", "decode"] = Field("colocated", description="Of this engine; the service sets it.")
     lease_s: float = Field(30.0, gt=0, description="How long prefill holds pages without a heartbeat.")
     transfer_deadline_s: float = Field(20.0, gt=0, description="An import without completion fails after this.")
-    staging_slots: int = Field(4, ge=1, description="Slots of the staging pool for HOST landings.")
-    staging_slot_pages: int = Field(8, ge=1, description="Whole pages per staging slot.")
+    staging_slots: int = Field(8, ge=1, description="Slots of the staging pool for HOST landings; one prefill engine gets half "
+                               "of them at most.")
+    staging_slot_pages: int | None = Field(None, ge=1, description="Whole pages per staging slot; default 16 MiB of them.")
     transfer_threads: int | None = Field(None, ge=0, le=16, description="Threads of UCX that share an import's READs on a "
                                          "decode rank; default 2 between CPUs, 0 (one thread reads all) for GPU memory.")
-    landing_path: Literal["staged", "direct"] = Field("staged", description="How pages reach the host pool: staged = through "
-                                                      "staging slots; direct = READs end in the pool (faster between CPUs).")
+    gpu_reads: Literal["mapped", "ucx"] = Field("mapped", description="GPU memory of a prefill engine on the same host: mapped "
+                                                "= read by a kernel through CUDA IPC where that is possible; ucx = by UCX.")
+    landing_path: Literal["staged", "direct"] = Field("direct", description="How pages reach the host pool: direct = READs "
+                                                      "end in the pool, but for pages on a GPU; staged = through slots.")
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="When an import fails: compute the prompt on decode, or end the request with 503.")
     max_retries: int = Field(3, ge=0, description="Times that prefill is asked again before the first token, because it did "

@@ -47,17 +47,11 @@ def merge(parts: Iterable[Part]) -> Descriptors:
     Example: (100, 8, 4) and (104, 12, 4) become (100, 8, 8); (104, 20, 4) would stay apart. (100, 8, 4, 2) and (106, 14, 4, 2)
     become (100, 8, 10).
     """
-    blocks = []
-    for far, near, size, *padding in parts:
-        if far.size:
-            block = np.empty((far.size, 4), dtype=np.int64)
-            block[:, 0], block[:, 1], block[:, 2], block[:, 3] = far, near, size, padding[0] if padding else 0
-            blocks.append(block)
+    blocks = [_piece_runs(far, near, size, padding[0] if padding else 0) for far, near, size, *padding in parts if far.size]
     if not blocks:
         return np.zeros((0, 3), dtype=np.int64)
     table = np.concatenate(blocks)
-    if (table[1:, 0] < table[:-1, 0]).any():
-        table = table[np.argsort(table[:, 0], kind="stable")]
+    table = table[np.argsort(table[:, 0], kind="stable")]
     gaps = table[1:, :2] - table[:-1, :2] - table[:-1, 2:3]
     joined = (gaps[:, 0] == gaps[:, 1]) & ((gaps[:, 0] == 0) | (gaps[:, 0] == table[:-1, 3]))
     starts = np.flatnonzero(np.concatenate(([True], ~joined)))
@@ -65,6 +59,17 @@ def merge(parts: Iterable[Part]) -> Descriptors:
     merged = table[starts, :3].copy()
     merged[:, 2] = table[ends, 0] + table[ends, 2] - merged[:, 0]
     return merged
+
+
+def _piece_runs(far: Ids, near: Ids, size: int, padding: int) -> npt.NDArray[np.int64]:
+    """[runs, 4]: pieces that follow each other on both sides, joined before anything is sorted; their padding behind."""
+    step = np.diff(far)
+    joined = (step == np.diff(near)) & ((step == size) | (step == size + padding))
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    runs = np.empty((starts.size, 4), dtype=np.int64)
+    runs[:, 0], runs[:, 1], runs[:, 3] = far[starts], near[starts], padding
+    runs[:, 2] = far[np.append(starts[1:], far.size) - 1] + size - runs[:, 0]
+    return runs
 
 
 def split(descriptors: Descriptors, max_bytes: int | None = None) -> Iterator[Descriptors]:
@@ -78,6 +83,22 @@ def split(descriptors: Descriptors, max_bytes: int | None = None) -> Iterator[De
         last = max(first + 1, min(last, first + MAX_READ_DESCRIPTORS))
         yield descriptors[first:last]
         first = last
+
+
+def cut(descriptors: Descriptors, max_bytes: int) -> Descriptors:
+    """Pieces of at most `max_bytes`, in order; of one descriptor they are of equal length, but for the last.
+
+    Example: (100, 8, 10) cut at 4 is (100, 8, 4), (104, 12, 4), (108, 16, 2).
+    """
+    counts = -(-descriptors[:, 2] // max_bytes)
+    if not (counts > 1).any():
+        return descriptors
+    which = np.repeat(np.arange(len(descriptors)), counts)
+    start = (np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)) * max_bytes
+    pieces = descriptors[which]
+    pieces[:, :2] += start[:, None]
+    pieces[:, 2] = np.minimum(max_bytes, pieces[:, 2] - start)
+    return pieces
 
 
 class ReadPlanner:

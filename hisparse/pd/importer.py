@@ -21,8 +21,9 @@ import torch
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
 from hisparse.pd.copies import CopyEvent, copy_now
-from hisparse.pd.descriptors import mirrored, split
-from hisparse.pd.generations import GENERATION_BYTES, first_difference, generation_reads, plan_check
+from hisparse.pd.data_reads import data_reads
+from hisparse.pd.descriptors import mirrored
+from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.repaging import ReadPlanners
@@ -54,6 +55,8 @@ class Importer:
         direct: HOST landings without staging; on CUDA that is for pages of the peer's host pool, pages of its GPU are staged
             (see StagingPools.used).
         slot_pages: whole pages per staging slot. drain_s: see the module.
+        staged_reads: READs into slots that one import has posted at a time; None = as many as it gets slots for. 1 where
+            posting a READ waits for the one before: its copies out of a slot then run beside the next READ.
         copy_engine: runs copies out of staging; returns the event that must be seen before the slot is free.
         ready: job id -> True once everything that was done with its pages before is over.
     Attributes:
@@ -62,7 +65,7 @@ class Importer:
     """
 
     def __init__(self, memory: LocalMemory, transport: Transport, *, rank: int, host_writer: bool, staging_slots: int,
-                 slot_pages: int, direct: bool = False, drain_s: float = 1.0,
+                 slot_pages: int, direct: bool = False, drain_s: float = 1.0, staged_reads: int | None = None,
                  clock: Callable[[], float] = time.monotonic,
                  copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now,
                  ready: Callable[[int], bool] = lambda job_id: True) -> None:
@@ -70,6 +73,7 @@ class Importer:
         self._rank, self._writer = rank, host_writer
         self._slot_pages, self._drain_s = slot_pages, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
+        self._staged_reads = staging_slots if staged_reads is None else staged_reads
         self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
         self._slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
         self.staging, self.device_staging, self.generation_slots = slots.cpu, slots.gpu, slots.generations
@@ -114,17 +118,9 @@ class Importer:
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
-        to_host = to_host and self._writer
-        straight, staged = [planner.indexer()], []
-        for memory, pages in planner.by_memory(rows_of):  # one READ has one kind of memory on either side
-            if self._slots.used(memory, to_host=to_host):
-                staged += [Read(pages=chunk, memory=memory) for chunk in planner.slot_chunks(pages, self._slot_pages)]
-            else:
-                straight += planner.straight(pages, to_host=to_host)
-                job.straight = to_host
-        for descriptors in straight:
-            job.waiting.extend(Read(descriptors=part) for part in split(descriptors, self._max_read_bytes))
-        job.waiting.extend(staged)  # last: see _post
+        reads, job.straight = data_reads(planner, rows_of, self._slots, to_host=to_host and self._writer,
+                                         slot_pages=self._slot_pages, max_read_bytes=self._max_read_bytes)
+        job.waiting.extend(reads)
 
     def cancel(self, job_id: int) -> None:
         """Posts nothing more for it. It is acknowledged as failed when drained; unknown ids are ignored."""
@@ -159,13 +155,17 @@ class Importer:
 
     def _advance(self, job: RunningImport) -> bool:
         now = self._clock()
-        moved = self._poll_reads(job)
+        moved, landed = self._poll_reads(job)
         moved |= self._poll_copies(job)
         if job.failure is None and now >= job.deadline_s:
             self._fail(job, ImportFailure.TIMEOUT, f"not done within {job.plan.deadline_s:g} s")
         job.ready = job.ready or self._ready(job.plan.job_id)
         if job.failure is None and job.ready:
             moved |= self._post(job)
+        for read in landed:  # behind the next READ, which moves meanwhile
+            self._start_copy(job, read)
+        if job.checks is None and not job.waiting and job.failure is None:
+            job.checks = self._plan_check(job)  # while the last READs move
         if job.posted and now >= job.deadline_s + self._drain_s:
             self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
         if job.posted or job.copying or job.waiting:
@@ -178,8 +178,10 @@ class Importer:
         self._finish(job, now)
         return True
 
-    def _poll_reads(self, job: RunningImport) -> bool:
+    def _poll_reads(self, job: RunningImport) -> tuple[bool, list[Read]]:
+        """Whether something moved, and the slots that are to be copied out of."""
         moved = False
+        landed: list[Read] = []
         for read in list(job.posted):
             if read.handle is None:
                 continue  # lost: only the closed endpoint ends it
@@ -190,23 +192,27 @@ class Importer:
                 read.handle = None
                 self._fail(job, ImportFailure.TRANSFER, str(error))
                 self._lose(job.source.agent, str(error))
-                return True
+                return True, landed
             except TransferError as error:
                 job.posted.remove(read)
                 self._free_slot(read)
                 self._fail(job, ImportFailure.TRANSFER, str(error))
-                return True
+                return True, landed
             moved = True
             job.posted.remove(read)
-            if job.failure is None and read.pages is not None:
-                self._start_copy(job, read)
+            if read.pages is not None:
+                landed.append(read)
                 continue
             if job.failure is None and read.runs is not None:
                 self._compare(job, read)
             self._free_slot(read)
-        return moved
+        return moved, landed
 
     def _start_copy(self, job: RunningImport, read: Read) -> None:
+        """Of a slot whose READ is over; of a failed import the slot is free."""
+        if job.failure is not None:
+            self._free_slot(read)
+            return
         pages, pool, slot, planner = read.pages, read.pool, read.slot, job.reads
         assert pages is not None and pool is not None and planner is not None
         layered = planner.layered(read.memory)
@@ -226,6 +232,7 @@ class Importer:
         moved, agent, planner = False, job.source.agent, job.reads
         assert planner is not None
         direct = sum(read.slot < 0 for read in job.posted)
+        staged = sum(read.pages is not None for read in job.posted)
         stuck: list[Read] = []
         while job.waiting and job.failure is None:
             read = job.waiting.popleft()
@@ -237,10 +244,11 @@ class Importer:
                 descriptors = read.descriptors
             else:
                 pool = self._slots.generations if read.pages is None else self._slots.of(read.memory)
-                slot = pool.acquire(agent)
+                slot = pool.acquire(agent) if read.pages is None or staged < self._staged_reads else None
                 if slot is None:
                     job.waiting.appendleft(read)
                     break  # whatever is behind it needs a slot, too
+                staged += 1
                 read.pool, read.slot = pool, slot
                 descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
                                if read.pages is not None else self._generation_reads(read))
@@ -262,10 +270,14 @@ class Importer:
         return moved
 
     # ---- generations
+    def _plan_check(self, job: RunningImport) -> list[list[GenerationRun]]:
+        pages = job.plan.source_of(job.rows_of, self._layout.block_size)
+        return plan_check(job.plan, job.source, pages, GENERATION_BYTES)
+
     def _start_verify(self, job: RunningImport) -> None:
+        assert job.checks is not None
         job.phase = Phase.VERIFY
-        batches = plan_check(job.plan, job.source, job.plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-        job.waiting.extend(Read(runs=batch) for batch in batches)
+        job.waiting.extend(Read(runs=batch) for batch in job.checks)
 
     def _generation_reads(self, read: Read) -> Descriptors:
         assert read.runs is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from hisparse.errors import TransferError
@@ -25,10 +25,25 @@ OTHERS = "(others)"
 @dataclass(slots=True, eq=False)
 class _Read:
     handle: Any
-    peer: str
+    agent: str
     num_descriptors: int
     num_bytes: int
     began_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Counts:
+    """What an engine's agents moved since the last `take_traffic`, as PeerTraffic; one object per READ would cost more."""
+
+    reads: int = 0
+    num_descriptors: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    failures: int = 0
+    connects: int = 0
+    notices_sent: int = 0
+    notices_failed: int = 0
 
 
 class MeteredTransport:
@@ -36,20 +51,30 @@ class MeteredTransport:
 
     Attributes:
         call: (method, agent) of the call under way, None between calls; may be read by any thread.
-        changed: counters moved since the last `take_traffic`.
     """
 
     def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self._transport, self._clock = transport, clock
         self.name = transport.name
         self.call: tuple[str, str] | None = None
-        self.changed = False
         self._traffic: dict[str, PeerTraffic] = {}
+        self._news: dict[str, _Counts] = {}  # by engine, the least lately used first
         self._reads: dict[str, set[_Read]] = {}
+
+    @property
+    def changed(self) -> bool:
+        """Counters moved since the last `take_traffic`."""
+        return bool(self._news)
 
     def take_traffic(self) -> Mapping[str, PeerTraffic]:
         """Cumulative counters by prefill engine id."""
-        self.changed = False
+        news, self._news = self._news, {}
+        for peer, counts in news.items():
+            more = PeerTraffic(**{field.name: getattr(counts, field.name) for field in fields(counts)})
+            self._traffic[peer] = self._traffic.pop(peer, PeerTraffic()) + more
+            while len(self._traffic) > MAX_PEERS + 1:
+                oldest = next(name for name in self._traffic if name != OTHERS)
+                self._traffic[OTHERS] = self._traffic.pop(OTHERS, PeerTraffic()) + self._traffic.pop(oldest)
         return dict(self._traffic)
 
     def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
@@ -60,41 +85,49 @@ class MeteredTransport:
 
     def connect(self, peer: str, metadata: bytes) -> None:
         self._inside("connect", peer, lambda: self._transport.connect(peer, metadata))
-        self._count(peer, PeerTraffic(connects=1))
+        self._of(peer).connects += 1
 
     def read(self, peer: str, descriptors: Descriptors) -> _Read:
-        began_s = self._clock()
+        began_s, self.call = self._clock(), ("read", peer)
         try:
-            handle = self._inside("read", peer, lambda: self._transport.read(peer, descriptors))
+            handle = self._transport.read(peer, descriptors)
         except TransferError:
-            self._count(peer, PeerTraffic(failures=1))
+            self._of(peer).failures += 1
             raise
-        read = _Read(handle=handle, peer=peer, num_descriptors=descriptors.shape[0],
-                     num_bytes=int(descriptors[:, 2].sum()), began_s=began_s)
+        finally:
+            self.call = None
+        read = _Read(handle, peer, len(descriptors), int(descriptors[:, 2].sum()), began_s)
         self._reads.setdefault(peer, set()).add(read)
         return read
 
     def poll(self, handle: _Read) -> bool:
+        agent = handle.agent
+        self.call = ("poll", agent)
         try:
-            done = self._inside("poll", handle.peer, lambda: self._transport.poll(handle.handle))
+            if not self._transport.poll(handle.handle):
+                return False
         except TransferError:
             self._drop(handle)
-            self._count(handle.peer, PeerTraffic(failures=1))
+            self._of(agent).failures += 1
             raise
-        if done:
-            self._drop(handle)
-            seconds = self._clock() - handle.began_s
-            self._count(handle.peer, PeerTraffic(reads=1, num_descriptors=handle.num_descriptors, seconds=seconds,
-                                                 num_bytes=handle.num_bytes, slowest_s=seconds))
-        return done
+        finally:
+            self.call = None
+        self._drop(handle)
+        seconds, counts = self._clock() - handle.began_s, self._of(agent)
+        counts.reads += 1
+        counts.num_descriptors += handle.num_descriptors
+        counts.num_bytes += handle.num_bytes
+        counts.seconds += seconds
+        counts.slowest_s = max(counts.slowest_s, seconds)
+        return True
 
     def notify(self, peer: str, message: bytes) -> None:
         try:
             self._inside("notify", peer, lambda: self._transport.notify(peer, message))
         except TransferError:
-            self._count(peer, PeerTraffic(notices_failed=1))
+            self._of(peer).notices_failed += 1
             raise
-        self._count(peer, PeerTraffic(notices_sent=1))
+        self._of(peer).notices_sent += 1
 
     def notices(self) -> list[bytes]:
         return self._inside("notices", "", self._transport.notices)
@@ -103,7 +136,7 @@ class MeteredTransport:
         self._inside("disconnect", peer, lambda: self._transport.disconnect(peer))
         aborted = len(self._reads.pop(peer, ()))
         if aborted:
-            self._count(peer, PeerTraffic(failures=aborted))
+            self._of(peer).failures += aborted
 
     def close(self) -> None:
         self._inside("close", "", self._transport.close)
@@ -117,12 +150,11 @@ class MeteredTransport:
             self.call = None
 
     def _drop(self, read: _Read) -> None:
-        self._reads.get(read.peer, set()).discard(read)
+        self._reads.get(read.agent, set()).discard(read)
 
-    def _count(self, agent: str, more: PeerTraffic) -> None:
-        self.changed = True
+    def _of(self, agent: str) -> _Counts:
         peer = peer_of(agent)
-        self._traffic[peer] = self._traffic.pop(peer, PeerTraffic()) + more
-        if len(self._traffic) > MAX_PEERS + 1:
-            oldest = next(name for name in self._traffic if name != OTHERS)
-            self._traffic[OTHERS] = self._traffic.pop(OTHERS, PeerTraffic()) + self._traffic.pop(oldest)
+        counts = self._news.get(peer)
+        if counts is None:
+            counts = self._news[peer] = _Counts()
+        return counts

@@ -22,6 +22,7 @@ import nixl._api as nixl_api
 import numpy as np
 
 from hisparse.errors import TransferError
+from hisparse.pd.descriptors import cut
 from hisparse.pd.registered import CPU, RegisteredRanges
 from hisparse.pd.transport import Descriptors, PeerLost
 
@@ -41,8 +42,8 @@ class NixlRead:
 
 READ_THREADS = 2
 """Between CPUs UCX copies with the thread that asks: one alone reaches half of a memcpy, two reach 0.5 to 0.8."""
-SPLIT_DESCRIPTORS = 16
-"""A thread's share of a READ is at least so many."""
+SPLIT_DESCRIPTORS, PIECE_BYTES = 4, 128 << 10
+"""A thread's share of a READ between CPUs is at least so many descriptors, and none has more bytes: shares are equal then."""
 
 
 FINISH_S = 1.0
@@ -79,6 +80,7 @@ class NixlTransport:
                  threads: int = READ_THREADS) -> None:
         self.name, self.replaced = name, 0
         self._progress_wait_us = progress_wait_us
+        self._threads = threads
         self._options = {"ucx_error_handling_mode": error_mode}
         if threads:
             self._options |= {"num_threads": str(threads), "split_batch_size": str(SPLIT_DESCRIPTORS)}
@@ -269,11 +271,13 @@ class NixlTransport:
         peer, descriptors = read.peer, read.descriptors
         if self._agent is None:
             raise PeerLost(f"READ from {peer}: there is no agent at present")
+        far_gpu = self._peers[peer].ranges.device_of(descriptors[:, 0], descriptors[:, 2])
+        near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
+        if self._threads and near_gpu == CPU:
+            descriptors = cut(descriptors, PIECE_BYTES)
         far, near = np.zeros(descriptors.shape, np.uint64), np.zeros(descriptors.shape, np.uint64)
         far[:, 0], near[:, 0] = descriptors[:, 0], descriptors[:, 1]
         far[:, 1] = near[:, 1] = descriptors[:, 2]
-        far_gpu = self._peers[peer].ranges.device_of(descriptors[:, 0], descriptors[:, 2])
-        near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
         far[:, 2], near[:, 2] = max(far_gpu, 0), max(near_gpu, 0)
         agent = self._agent
         try:

@@ -48,6 +48,7 @@ class RunningImport:
         reads: None until its peer was reached. rows_of: pages (indices) whose rows this rank reads.
         waiting, posted, copying: each Read is in one of them. ready: its pages may be written.
         straight: pages went to the host without a slot, so that their mirrors are still to be filled.
+        checks: generation READs, planned while the last data READs move and posted behind them.
     """
 
     plan: ImportPlan
@@ -59,6 +60,7 @@ class RunningImport:
     waiting: deque[Read] = field(default_factory=deque)
     posted: list[Read] = field(default_factory=list)
     copying: list[Read] = field(default_factory=list)
+    checks: list[list[GenerationRun]] | None = None
     phase: Phase = Phase.DATA
     ready: bool = False
     straight: bool = False

@@ -27,6 +27,8 @@ from hisparse.pd.transport import Transport
 BUSY_POLL_S = 0.0001
 IDLE_POLL_S = 0.01
 """Notices of peers are seen after at most this long when nothing is imported."""
+REPORT_S = 0.1
+"""Between two reports while an import runs; its end is reported at once."""
 LINGER_S = 0.1
 """A notice sent just before the end gets this long to leave the process."""
 
@@ -61,7 +63,7 @@ class TransferThread:
         self._metered: MeteredTransport | None = None
         self._beat_s = time.monotonic()  # of the last round; the thread writes it
         self._deadlines = ImportDeadlines(self._quarantine_s)  # the step's thread
-        self._last_notice_s = float("-inf")
+        self._last_notice_s = self._reported_s = float("-inf")
         self._thread = threading.Thread(target=self._run, name=f"hisparse-pd-{rank}", daemon=True)
         self._thread.start()
 
@@ -189,7 +191,8 @@ class TransferThread:
         self._beat_s = time.monotonic()
         moved = importer.pump()
         acks = importer.take_acks()
-        if acks or transport.changed:
+        if acks or (transport.changed and self._beat_s >= self._reported_s + REPORT_S):
+            self._reported_s = self._beat_s
             self.report = TransferReport(peers=transport.take_traffic(), staging_slots=importer.staging.memory.shape[0],
                                          staging_slots_free=importer.staging.num_free)
         for ack in acks:

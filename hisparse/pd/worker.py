@@ -16,6 +16,7 @@ from hisparse.pd.commands import PDCommand, PDOutput
 from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import RankEndpoint
 from hisparse.pd.importer import Importer
+from hisparse.pd.mapped_reads import GpuMemory, MappedReads
 from hisparse.pd.memory import DeviceSlab, HostSlab, LocalMemory, device_index
 from hisparse.pd.transfer_thread import TransferThread
 from hisparse.pd.transport import Transport
@@ -24,6 +25,8 @@ from hisparse.worker.streams import Mark, Place, StepEvent, Streams
 START_TIMEOUT_S = 120.0
 DRAIN_S = 1.0
 """A READ past its deadline gets this long to end by itself before its endpoint is closed."""
+SLOT_BYTES = 16 << 20
+"""Of a staging slot: a few of them on the way cover what a slot waits for, and control is small beside its bytes."""
 CLOSE_S = 10.0
 """Closing an endpoint may take this long, e.g. to register a large pool with a new agent, before its imports are overdue."""
 
@@ -97,17 +100,19 @@ class PDConnectorWorker:
         if config.transfer_threads is not None and not serves_only:
             threads = config.transfer_threads
         make = make_transport or transport_factory(config.transport, threads)
+        mapped = make_transport is None and config.transport == "nixl"
 
         def make_transport_here(name: str) -> Transport:
             if memory.on_cuda:
                 _use_device(cache.device)
-            return make(name)
+            return MappedReads(make(name), _gpu_memory(cache.device, config)) if mapped else make(name)
 
         def make_importer(transport: Transport) -> Importer:
             return Importer(memory, transport, rank=rank, host_writer=host_writer,
                             staging_slots=1 if serves_only else config.staging_slots,
-                            slot_pages=1 if serves_only else config.staging_slot_pages,
+                            slot_pages=1 if serves_only else config.staging_slot_pages or default_slot_pages(memory),
                             direct=config.landing_path == "direct", drain_s=DRAIN_S, clock=clock,
+                            staged_reads=None if memory.on_cuda else 1,  # UCX's threads take the next when they are done
                             copy_engine=stream.copy, ready=stream.is_open)
 
         self._thread = TransferThread(
@@ -156,6 +161,20 @@ class PDConnectorWorker:
     def shutdown(self) -> None:
         """Cancels imports, drains or closes every endpoint, deregisters, ends the thread. Idempotent."""
         self._thread.stop(DRAIN_S + 30.0)
+
+
+def default_slot_pages(memory: LocalMemory) -> int:
+    """Pages of a staging slot: SLOT_BYTES of them, whatever the model; no more than there are."""
+    return max(1, min(SLOT_BYTES // memory.layout.staged_page_bytes, memory.num_device_blocks))
+
+
+def _gpu_memory(device: torch.device, config: PDConfig) -> GpuMemory | None:
+    """What maps GPU memory of other processes; None = there is none, or UCX shall read it."""
+    if device.type != "cuda" or config.gpu_reads != "mapped":
+        return None
+    from hisparse.ops.cuda.peer_memory import PeerMemory
+
+    return PeerMemory(torch.device("cuda", device_index(device)))
 
 
 def _use_device(device: torch.device) -> None:

@@ -211,9 +211,10 @@ def process() -> Iterator[PrefillProcess]:
     started.end()
 
 
-@pytest.fixture(scope="module", params=["staged", "direct"])
+@pytest.fixture(scope="module", params=["staged-mapped", "direct-mapped", "staged-ucx"])
 def over_nixl(request: pytest.FixtureRequest, process: PrefillProcess) -> Iterator[Half]:
-    half = Half(f"d-{request.param}", 2, role="decode", device=pd_world.NEAR, landing_path=request.param)
+    path, gpu_reads = request.param.split("-")
+    half = Half(f"d-{request.param}", 2, role="decode", device=pd_world.NEAR, landing_path=path, gpu_reads=gpu_reads)
     yield half
     half.close()
 
@@ -229,6 +230,9 @@ def test_nixl_between_two_processes(process: PrefillProcess, over_nixl: Half, ki
     assert_elsewhere_untouched(before, over_nixl.memory, target)
     over_nixl.step()
     assert process.wait_expired(5.0)[0] == [name], "prefill was not told"
+    transport = over_nixl.worker._thread._metered._transport
+    mapped = [bool(peer.ranges) for peer in transport._peers.values()]
+    assert mapped == [transport._gpu is not None], "GPU memory of the other process is mapped, unless UCX shall read it"
 
 
 def test_pages_reused_in_another_process_are_found_out(process: PrefillProcess, over_nixl: Half) -> None:

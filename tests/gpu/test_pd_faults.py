@@ -1,7 +1,7 @@
 """The faults of `tests/integration/test_nixl_faults.py` in READs of GPU memory, between two GPUs where there are two.
 
-Over UCX's own choice (CUDA IPC), where READs go on without the peer's process once it is connected, and over TCP with copies
-through CPU memory, where they need it at every stage, as over a network.
+By a kernel over mapped memory and over UCX's own choice (CUDA IPC), where READs go on without the peer's process once it is
+connected, and over TCP with copies through CPU memory, where they need it at every stage, as over a network.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.integration.test_nixl_faults import (  # noqa: F401
 )
 
 pytestmark = pytest.mark.gpu
-LINKS = {"ipc": "", "tcp": "tcp,cuda_copy"}
-"""UCX_TLS by name."""
+LINKS = {"mapped": ("", "mapped"), "ipc": ("", "ucx"), "tcp": ("tcp,cuda_copy", "ucx")}
+"""UCX_TLS and `pd.gpu_reads` by name."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,12 @@ def link(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def fleet(link: str) -> Iterator[Fleet]:
-    fleet = Fleet(LINKS[link], device=pd_world.FAR, one_sided=link == "ipc")
+    fleet = Fleet(LINKS[link][0], device=pd_world.FAR, one_sided=link != "tcp")
     yield fleet
     fleet.end()
 
 
 @pytest.fixture(scope="module")
 def decodes(link: str, device: str) -> Iterator[dict[str, Decode]]:
-    yield from decode_engines(LINKS[link], device=device)
+    tls, gpu_reads = LINKS[link]
+    yield from decode_engines(tls, device=device, gpu_reads=gpu_reads)

@@ -80,13 +80,14 @@ class Fleet:
             process.end()
 
 
-def decode_engines(tls: str, *, device: str = "cpu") -> Iterator[dict[str, Decode]]:
+def decode_engines(tls: str, *, device: str = "cpu", **config: Any) -> Iterator[dict[str, Decode]]:
     """By landing path. What a fixture yields from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pd_worker, "DRAIN_S", DRAIN_S)
         if tls:
             patch.setenv("UCX_TLS", tls)
-        engines = {path: Decode(incarnation=77 + i, device=device, landing_path=path, transfer_deadline_s=DEADLINE_S)
+        engines = {path: Decode(incarnation=77 + i, device=device, landing_path=path,
+                                transfer_deadline_s=DEADLINE_S, **config)
                    for i, path in enumerate(("staged", "direct"))}
     yield engines
     for engine in engines.values():

@@ -25,6 +25,7 @@ from hisparse.pd.held import HeldLeases
 from hisparse.pd.importer import Importer
 from hisparse.pd.incarnations import Incarnations
 from hisparse.pd.leases import LeaseTable
+from hisparse.pd.mapped_reads import MappedReads
 from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
@@ -263,6 +264,22 @@ def slots_stay_in_quarantine(patch: Patch) -> None:
             read.slot = -1
         original(self, job, *more)
     wrap(patch, Importer, "_abort", abort)
+
+
+def a_landed_slot_of_a_failed_import_is_kept(patch: Patch) -> None:
+    """A slot whose READ is over is free when its import has failed meanwhile."""
+    def start(original: Any, self: Importer, job: Any, read: Any) -> None:
+        if job.failure is None:
+            original(self, job, read)
+    wrap(patch, Importer, "_start_copy", start)
+
+
+def reads_over_a_mapping_outlive_their_endpoint(patch: Patch) -> None:
+    """READs over mapped memory are over when their endpoint is closed."""
+    def unmap(original: Any, self: MappedReads, state: Any) -> None:
+        state.reads.clear()
+        original(self, state)
+    wrap(patch, MappedReads, "_unmap", unmap)
 
 
 def deadlines_are_the_transports(patch: Patch) -> None:

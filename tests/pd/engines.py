@@ -20,12 +20,13 @@ from hisparse.pd.copies import CopyEvent
 from hisparse.pd.endpoint import agent_name
 from hisparse.pd.importer import Importer
 from hisparse.pd.loopback import LoopbackNetwork
+from hisparse.pd.mapped_reads import MappedReads
 from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.transfer_thread import TransferThread
 from hisparse.types import RequestPages
 from tests.pd.pools import DEVICE_BLOCKS, HOST_BLOCKS, Pools, host_pools, ids_of
 from tests.pd.rig import FakeClock, ManualEvent, RankMemory
-from tests.pd.torn import Levers, TornTransport
+from tests.pd.torn import Levers, TornGpu, TornTransport
 
 CANARY = 0xA5
 """Every byte of free pages."""
@@ -38,12 +39,14 @@ class Engine:
 
     Attributes:
         shared: the ranks map one host pool, which rank 0 writes; else each has its own.
+        maps: the packed allocations are exported to others, and theirs mapped where they do so, too.
     """
 
     def __init__(self, name: str, network: LoopbackNetwork, levers: Levers, rng: random.Random, *, layout: KVCacheLayout,
                  num_ranks: int, config: dict[str, Any], drain_s: float = 0.5) -> None:
         self.layout, self.shared = layout, num_ranks > 1 and rng.random() < 0.5
         self.name, self.network, self.levers, self.rng = name, network, levers, rng
+        self.maps = rng.random() < 0.7
         self.num_ranks, self.drain_s = num_ranks, drain_s
         self.config = PDConfig(staging_slots=rng.choice((1, 2, 4)), staging_slot_pages=rng.choice((1, 2, 3)),
                                landing_path=rng.choice(("staged", "direct")), **config)
@@ -51,6 +54,8 @@ class Engine:
         self.clock.now += rng.uniform(0, 1e6)
         self.alive = False
         self.memories: list[RankMemory] = []
+        self.gpus: list[TornGpu] = []
+        """Of all ranks so far that map memory."""
         self.ruins: list[RankMemory] = []
         """Memory of dead ranks, under garbage: READs that fly may still take bytes from it."""
         self.start()
@@ -83,14 +88,18 @@ class Engine:
             memory.memory.host[:] = CANARY
             agent = agent_name(self.name, self.incarnation, rank)
             transport = TornTransport(agent, self.network, self.levers, self.rng)
+            gpu = TornGpu(transport) if self.maps else None
+            mapped = MappedReads(transport, gpu, host="here", clock=self.clock)
             for address, num_bytes in memory.memory.slabs:
-                transport.register(address, num_bytes)
+                mapped.register(address, num_bytes, 0 if address == memory.cache.address else None)
             self.transports.append(transport)
-            self.endpoints.append(memory.memory.endpoint(rank, agent, transport.metadata()))
+            self.gpus += [gpu] if gpu is not None else []
+            self.endpoints.append(memory.memory.endpoint(rank, agent, mapped.metadata()))
             self.importers.append(Importer(
-                memory.memory, transport, rank=rank, host_writer=self.writes_host(rank),
+                memory.memory, mapped, rank=rank, host_writer=self.writes_host(rank),
                 staging_slots=self.config.staging_slots, slot_pages=self.config.staging_slot_pages,
                 direct=self.config.landing_path == "direct", drain_s=self.drain_s, clock=self.clock,
+                staged_reads=1 if self.config.staging_slot_pages == 2 else None,
                 copy_engine=self._copy_engine(self.copies[rank])))
 
     def ranks_die(self, *, linger: bool = False) -> None:
@@ -143,7 +152,7 @@ class Engine:
             if moved:
                 self.importers[rank].check()
             self._check_slots(rank)
-            acks, notices = self.importers[rank].take_acks(), self.transports[rank].notices()
+            acks, notices = self.importers[rank].take_acks(), self.importers[rank]._transport.notices()
         for ack in acks:
             self.deadlines[rank].end(ack.job_id)
         late = self.deadlines[rank].late()

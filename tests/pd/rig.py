@@ -151,6 +151,7 @@ class Side:
     direct: bool = False
     drain_s: float = 1.0
     copy_engine: Callable[[Callable[[], None]], CopyEvent] = copy_now
+    staged_reads: int | None = None
     layout: KVCacheLayout = LAYOUT
     make_rank: Callable[..., RankMemory] = RankMemory
     ranks: list[RankMemory] = field(default_factory=list)
@@ -171,7 +172,7 @@ class Side:
             self.importers.append(Importer(
                 memory.memory, transport, rank=rank, host_writer=rank == 0, staging_slots=self.slots,
                 slot_pages=self.slot_pages, direct=self.direct, drain_s=self.drain_s, clock=self.clock,
-                copy_engine=self.copy_engine))
+                staged_reads=self.staged_reads, copy_engine=self.copy_engine))
 
     def replicate(self) -> None:
         """MLA KV is replicated: all ranks of a prefill engine hold the same bytes; generations may differ by rank."""

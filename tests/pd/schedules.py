@@ -172,6 +172,7 @@ def live(seed: int, *, steps: int = 300) -> World:
     settle(world)
     probe(world)
     settle(world)
+    world.met["read over a mapping"] += sum(gpu.reads for gpu in world.decode.gpus)
     for engine in (*world.prefills, world.decode):
         for memory in (*engine.ruins, *engine.memories):
             memory.pool.close()

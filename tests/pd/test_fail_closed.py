@@ -37,7 +37,7 @@ EXPECTED = (
     "lease lost", "lease lost while it was read", "prefill killed", "prefill cut off", "prefill restarted",
     "decode restarted", "decode ranks restarted",
     "prefill ranks restarted", "larger pages at prefill", "smaller pages at prefill", "from the middle of a page of prefill",
-    "other groups at prefill", "shared host pool", "nothing to read",
+    "other groups at prefill", "shared host pool", "nothing to read", "read over a mapping",
 )
 """What the bounded profile must meet: it is no proof of what it never sees."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from hisparse.errors import InvariantError
+from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportFailure
-from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork
+from hisparse.pd.copies import CopyEvent, copy_now
+from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork, LoopbackTransport
+from hisparse.pd.transport import Descriptors
 from hisparse.types import Landing, RequestPages
 from tests.pd.rig import (
     GROUPS,
@@ -217,7 +220,7 @@ def test_failed_read_fails_the_import_after_the_others_drained(number: int) -> N
 
 def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoint_is_closed() -> None:
     clock = FakeClock()
-    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 1), clock=clock, drain_s=2.0)
+    prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 0), clock=clock, drain_s=2.0)
     source, target = tables("resident")
     importer = decode.importers[0]
     importer.submit(make_plan(prefill, source, target, Landing.HOST, deadline_s=10.0))
@@ -361,6 +364,48 @@ def test_slot_is_free_only_after_the_event_of_its_copies() -> None:
         seen += 1
     assert seen == 4 and acks[0].failure is None
     assert_host_landing(prefill, decode, source, target, tail_rows=4)
+
+
+@pytest.mark.parametrize("staged_reads", [1, 2])
+def test_the_next_slot_is_being_read_when_the_last_one_is_copied(staged_reads: int) -> None:
+    posted: list[int] = []
+
+    def engine(copy: Callable[[], None]) -> CopyEvent:
+        posted.append(len(decode.transports[0].posted))
+        return copy_now(copy)
+
+    prefill, decode = pair(slots=8, slot_pages=1, staged_reads=staged_reads, copy_engine=engine,
+                           faults=LoopbackFaults(delay_polls=1))
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST, tail_rows=4))
+    while importer.busy():
+        importer.pump()
+        importer.check()
+        staged = [read for job in importer._jobs.values() for read in job.posted if read.pages is not None]
+        assert len(staged) <= staged_reads
+    assert importer.take_acks()[0].failure is None
+    indexer = 1
+    assert all(count >= indexer + min(PAGES, slot + 2) for slot, count in enumerate(posted)) and len(posted) == PAGES
+    assert_host_landing(prefill, decode, source, target, tail_rows=4)
+
+
+def test_an_import_that_fails_when_a_slot_has_landed_copies_nothing_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, engine = event_log()
+    prefill, decode = pair(slots=4, slot_pages=1, staged_reads=1, copy_engine=engine)
+    source, target = tables("resident")
+    importer = decode.importers[0]
+    importer.submit(make_plan(prefill, source, target, Landing.HOST))
+    before = decode.ranks[0].snapshot()[1]
+    importer.pump()  # the first slot's READ is posted
+
+    def refuse(self: LoopbackTransport, peer: str, descriptors: Descriptors) -> None:
+        raise TransferError("not posted")
+
+    monkeypatch.setattr(LoopbackTransport, "read", refuse)
+    (ack,) = run_to_end(importer)
+    assert ack.failure is ImportFailure.TRANSFER and not log and importer.staging.num_free == 4
+    assert (decode.ranks[0].snapshot()[1] == before).all()
 
 
 def test_destination_outside_the_pools_is_our_bug_and_writes_nothing() -> None:

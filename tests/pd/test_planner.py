@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.pd import descriptors as module
-from hisparse.pd.descriptors import merge, split
+from hisparse.pd.descriptors import cut, merge, split
 from hisparse.pd.generations import first_difference, generation_reads, generation_runs
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.planner import LandingPlanner, plan_landing
@@ -105,6 +105,16 @@ def test_split_bounds_bytes_and_descriptors(monkeypatch: pytest.MonkeyPatch) -> 
     assert [part[:, 2].tolist() for part in parts] == [[40, 40], [40], [300], [1, 1, 1], [1, 1]]
     assert (np.concatenate(parts) == descriptors).all()
     assert list(split(descriptors[:0])) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 300)), max_size=8), st.integers(1, 64))
+def test_cut_pieces_are_the_same_bytes_in_order_and_none_is_longer(items: list[tuple[int, int, int]], most: int) -> None:
+    descriptors = np.array(items, dtype=np.int64).reshape(-1, 3)
+    before, pieces = descriptors.copy(), cut(descriptors, most)
+    assert [(f + i, n + i) for f, n, size in items for i in range(size)] == \
+        [(f + i, n + i) for f, n, size in pieces.tolist() for i in range(size)]
+    assert (pieces[:, 2] <= most).all() and len(pieces) == sum(-(-size // most) for _, _, size in items)
+    assert (descriptors == before).all()
 
 
 def test_generation_check_reads_one_slice_from_lowest_to_highest_page() -> None:

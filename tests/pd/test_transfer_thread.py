@@ -85,7 +85,7 @@ def test_a_call_that_blocks_fails_its_import_in_time_and_keeps_the_quarantine(
     start_import(prefill, engine, "2")
     until(lambda: engine.loaded, engine)
     stats = engine.pd.stats()
-    assert engine.loaded == ["d-2"] and stats.staging_slots_free == stats.staging_slots == 4
+    assert engine.loaded == ["d-2"] and stats.staging_slots_free == stats.staging_slots == 8
 
 
 def test_an_endpoint_that_cannot_be_closed_is_overdue_but_not_stuck(

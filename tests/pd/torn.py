@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport, _Read
 from hisparse.pd.transport import Descriptors, PeerLost
 
 PIECE_BYTES = 16
+NOBODY = "(mapped)"
 
 
 @dataclass(slots=True)
@@ -57,18 +59,33 @@ class TornTransport(LoopbackTransport):
         self._inbox_seen: list[bytes] = []
         self.dropped_notices = 0
 
+    def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
+        """All memory is the CPU's here, whatever it stands for."""
+        super().register(address, num_bytes)
+
     def read(self, peer: str, descriptors: Descriptors) -> _Read:
         if self._rng.random() < self._levers.refuse:
             raise TransferError("not posted")
         read = super().read(peer, descriptors)
-        pieces = _pieces(read.descriptors[np.argsort(descriptors[:, 1])])  # the order of slabs in memory is not the seed's
-        if self._rng.random() < 0.5:
-            pieces = pieces[np.random.default_rng(self._rng.getrandbits(32)).permutation(len(pieces))]
+        pieces = self._torn(read.descriptors)
         fails = self._rng.random() < self._levers.fail
         self._flights[id(read)] = _Flight(
             peer=peer, pieces=pieces, hung=self._rng.random() < self._levers.hang,
             ends_at=self._rng.randrange(len(pieces)) if fails else len(pieces))
         return read
+
+    def _torn(self, descriptors: Descriptors) -> npt.NDArray[np.int64]:
+        pieces = _pieces(descriptors[np.argsort(descriptors[:, 1])])  # the order of slabs in memory is not the seed's
+        if self._rng.random() < 0.5:
+            pieces = pieces[np.random.default_rng(self._rng.getrandbits(32)).permutation(len(pieces))]
+        return pieces
+
+    def fly(self, descriptors: Descriptors) -> _Flight:
+        """Pieces that move with those of the READs and belong to none: no peer, dead or alive, stops them."""
+        pieces = self._torn(descriptors)
+        flight = _Flight(peer=NOBODY, pieces=pieces, hung=False, ends_at=len(pieces))
+        self._flights[id(flight)] = flight
+        return flight
 
     def move(self, most: int) -> bool:
         """Moves up to `most` pieces of one READ. False = nothing is in flight (what hangs may hang in the middle)."""
@@ -130,6 +147,50 @@ class TornTransport(LoopbackTransport):
         self.network.kill(self.name)
         self._flights.clear()
         self._closed = True
+
+
+class TornGpu:
+    """Mapped memory as `MappedReads` uses it: a READ moves in pieces like any other, and goes on though its peer is dead."""
+
+    def __init__(self, transport: TornTransport) -> None:
+        self._transport, self._open = transport, Counter[int]()
+        self.reads = 0
+
+    def export(self, address: int, num_bytes: int) -> tuple[bytes, int]:
+        return b"".join(number.to_bytes(8, "little") for number in (address, num_bytes)).ljust(64, b"\0"), 0
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        address, num_bytes = (int.from_bytes(handle[i : i + 8], "little") for i in (0, 8))
+        self._open[address] += 1
+        return address, num_bytes
+
+    def close(self, address: int) -> None:
+        assert self._open[address] > 0, "not mapped"
+        self._open[address] -= 1
+
+    def read(self, pieces: Descriptors) -> TornEvent:
+        self.reads += 1
+        return TornEvent(self._transport, self._transport.fly(pieces))
+
+    def wait(self) -> None:
+        for flight in self._transport._flights.values():
+            if flight.peer == NOBODY:
+                for far, near, size in flight.pieces[flight.moved :].tolist():
+                    ctypes.memmove(near, far, size)
+                flight.moved = flight.ends_at
+
+
+class TornEvent:
+    """Of a READ of TornGpu; seen late, at times."""
+
+    def __init__(self, transport: TornTransport, flight: _Flight) -> None:
+        self._transport, self._flight = transport, flight
+
+    def query(self) -> bool:
+        if self._flight.moved < self._flight.ends_at or self._transport._rng.random() < self._transport._levers.late:
+            return False
+        self._transport._flights.pop(id(self._flight), None)
+        return True
 
 
 def _pieces(descriptors: Descriptors) -> npt.NDArray[np.int64]:

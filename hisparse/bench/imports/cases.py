@@ -42,7 +42,7 @@ class Case:
         source: where prefill holds the pages, "gpu" (its packed allocation) or "host".
         runs: consecutive ids on the prefill side: 8 pages are a chunk of 512 tokens, 32 of 2,048; 1: each for itself, on the
             decode side, too, where the pages of one admission are consecutive otherwise.
-        slot_pages: of a staging slot.
+        slot_pages: of a staging slot; None = an engine's default.
         control: without the copies, CPU time a page.
     """
 
@@ -53,7 +53,7 @@ class Case:
     transport: str = "nixl"
     device: str = "cpu"
     runs: int = 8
-    slot_pages: int = 8
+    slot_pages: int | None = None
     control: bool = False
 
     @property
@@ -66,7 +66,7 @@ class Case:
         return self.layout, self.source, self.device, "process" if self.transport == "nixl" else "here"
 
 
-def all_cases(device: str, slot_pages: int) -> list[Case]:
+def all_cases(device: str, slot_pages: int | None = None) -> list[Case]:
     host, resident = Landing.HOST, Landing.RESIDENT
     if device == "cuda":
         landings = ((host, "staged", "gpu"), (resident, "staged", "gpu"), (host, "staged", "host"), (host, "direct", "host"),
@@ -130,7 +130,7 @@ def _times(case: Case, prefill: Prefill, engine: Engine, repeats: int) -> list[f
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    return {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path, "staging_slots": 8,
+    return {"transport": "nixl" if case.transport == "nixl" else "loopback", "landing_path": case.path,
             "staging_slot_pages": case.slot_pages}
 
 

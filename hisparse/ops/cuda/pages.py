@@ -49,6 +49,7 @@ INSTANCES = (
     *(_copy_instance(words) for words in LIST_WORDS),
     *(_send_instance(words) for words in LIST_WORDS),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
+    Instance("pages.cu", "read_pieces", {"THREADS": THREADS, "UNROLL": UNROLL}),
 )
 
 
