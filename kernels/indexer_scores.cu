@@ -18,14 +18,11 @@
 //   length, or of a missing page, is never loaded (fp8: up to 12 bytes behind a length are, and have no effect).
 // Determinism: a score is a function of its row and key alone; only which error is reported first depends on timing.
 //
-// Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), WARPS, RUN, LONG_SEATS,
-//   LONG_LENGTHS (1: int64).
+// Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), WARPS, DEPTH, RUN,
+//   LONG_SEATS, LONG_LENGTHS (1: int64).
 
 #include "indexer.cuh"
 
-#ifndef HINT
-#define HINT 0
-#endif
 constexpr int THREADS = WARPS * 32, UNIT = 32, MAX_ROWS = 1024;
 constexpr int LOAD_COST = 3;  // loading a unit's keys costs about as much as scoring this many rows
 constexpr bool FLOAT32 = KEYS == 1, FP8 = KEYS == 2;
@@ -37,17 +34,19 @@ constexpr int KEY_BYTES = FP8 ? DIM + 4 : Q_BYTES, SLOT_BYTES = FLOAT32 ? 0 : UN
 constexpr int PIECE = BLOCK_SIZE < UNIT ? BLOCK_SIZE : UNIT;  // neighbouring keys of a unit that lie in one page
 static_assert(DIM % 32 == 0 && HEADS >= 1 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "unsupported shape");
 static_assert(!FP8 || (DIM == 128 && PIECE == UNIT), "an fp8 key has 128 values; 32 neighbours lie in one page");
-constexpr int SHARE = MAX_ROWS / THREADS;  // rows of a thread in the list of segments
+constexpr int ROWS_EACH = (MAX_ROWS + THREADS - 1) / THREADS, LISTED = ROWS_EACH * THREADS;  // rows of a thread in the list
 
 extern __shared__ __align__(128) char shared[];  // a slot for each warp, then queries [RUN][Q_BUFFER]
 
 struct Shared {
-    int seat[MAX_ROWS], length[MAX_ROWS], ends[MAX_ROWS];  // ends: inclusive sum of costs
-    short rows[MAX_ROWS];                                  // of the segment that starts here, 0 = none does
-    int longest[MAX_ROWS];                                 // of the segment
+    int seat[LISTED], length[LISTED], ends[LISTED];  // ends: inclusive sum of costs
+    short rows[LISTED];                              // of the segment that starts here, 0 = none does
+    int longest[LISTED];                             // of the segment
     int partial[WARPS];
+    int start;    // row whose segment the CTA's share starts in
+    int claimed;  // units of the share that warps have taken
     float weights[RUN][PADDED_HEADS];  // times scale
-    u64 arrived[WARPS];                // an mbarrier of each slot
+    u64 arrived[WARPS * DEPTH];        // an mbarrier of each slot
 };
 
 __device__ __forceinline__ void report(int* status, int seat, i64 position, int row) {
@@ -66,9 +65,14 @@ __device__ __forceinline__ void copy_async16(u32 to, const void* from) {
 
 __device__ __forceinline__ int units_of(int length) { return (length + UNIT - 1) / UNIT; }
 
-// Fills the list of segments and the inclusive sum of their costs.
-__device__ __forceinline__ void list_segments(Shared& s, const seat_t* seats, const length_t* lengths, int n, i64 top_k,
-                                              i64 max_len) {
+// Costs [low, high) are this CTA's.
+struct Share {
+    int low, high;
+};
+
+// Fills the list of segments and the inclusive sum of their costs; finds the share, and the segment that it starts in.
+__device__ __forceinline__ Share list_segments(Shared& s, const seat_t* seats, const length_t* lengths, int n, i64 top_k,
+                                               i64 max_len) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
 #pragma unroll 1
     for (int i = tid; i < n; i += THREADS) {
@@ -79,10 +83,10 @@ __device__ __forceinline__ void list_segments(Shared& s, const seat_t* seats, co
         s.length[i] = seat >= 0 && l > top_k ? (int)l : 0;
     }
     __syncthreads();
-    int costs[SHARE], sum = 0;
+    int costs[ROWS_EACH], sum = 0;
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) {
-        const int i = tid * SHARE + j;
+    for (int j = 0; j < ROWS_EACH; j++) {
+        const int i = tid * ROWS_EACH + j;
         int rows = 0, longest = 0;
         if (i < n && (i % RUN == 0 || s.seat[i] != s.seat[i - 1])) {
             do longest = max(longest, s.length[i + rows]), rows++;
@@ -99,34 +103,44 @@ __device__ __forceinline__ void list_segments(Shared& s, const seat_t* seats, co
     }
     if (lane == 31) s.partial[warp] = ends;
     __syncthreads();
-    ends += __reduce_add_sync(~0u, lane < warp ? s.partial[lane] : 0) - sum;
+    const int partial = lane < WARPS ? s.partial[lane] : 0, total = __reduce_add_sync(~0u, partial);
+    ends += __reduce_add_sync(~0u, lane < warp ? partial : 0) - sum;
+    const int each = total / (int)gridDim.x, more = total % (int)gridDim.x, cta = blockIdx.x;
+    const int low = cta * each + min(cta, more), high = low + each + (cta < more);
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) s.ends[tid * SHARE + j] = ends += costs[j];
+    for (int j = 0; j < ROWS_EACH; j++) {
+        const int before = ends, i = tid * ROWS_EACH + j;
+        s.ends[i] = ends += costs[j];
+        if (before <= low && low < ends) s.start = i;
+    }
     __syncthreads();
+    return {low, high};
 }
 
-// Units [unit, end) of one segment.
+// Units [first, end) of one segment, in front of which `before` units are this CTA's.
 struct Part {
-    int row, rows, unit, end;
+    int row, rows, first, end, before;
 
-    __device__ __forceinline__ bool exists() const { return unit < end; }
+    __device__ __forceinline__ bool exists() const { return first < end; }
 
-    // Those of the segment of `row` whose costs start in [low, high).
-    static __device__ __forceinline__ Part of(const Shared& s, int row, int low, int high) {
+    // Those of the segment of `row` whose costs start in the share.
+    static __device__ __forceinline__ Part of(const Shared& s, int row, Share share, int before) {
         const int rows = s.rows[row], units = units_of(s.longest[row]), cost = rows + LOAD_COST;
         const int begin = s.ends[row] - units * cost;
-        return {row, rows, max(0, (low - begin + cost - 1) / cost), min(units, (high - begin + cost - 1) / cost)};
+        return {row, rows, max(0, (share.low - begin + cost - 1) / cost), min(units, (share.high - begin + cost - 1) / cost),
+                before};
     }
 
     // The next one that is not empty, or one that does not exist.
-    __device__ __forceinline__ void advance(const Shared& s, int n, int low, int high) {
+    __device__ __forceinline__ void advance(const Shared& s, int n, Share share) {
+        before += end - first;
         do {
             row += rows;
-            if (row >= n || s.ends[row - 1] >= high) {
-                end = unit;
+            if (row >= n || s.ends[row - 1] >= share.high) {
+                end = first;
                 return;
             }
-            *this = of(s, row, low, high);
+            *this = of(s, row, share, before);
         } while (!exists());
     }
 };
@@ -147,6 +161,55 @@ __device__ __forceinline__ void load_queries(char* queries, Shared& s, const cha
     for (int i = threadIdx.x; i < rows * HEADS; i += THREADS)
         s.weights[i / HEADS][i % HEADS] = weights[row * HEADS + i] * scale;
 }
+
+// What is on its way to the warp's slots, and the page that is needed next. A lane knows the page of one key of a unit.
+struct Feed {
+    char* slot;      // [DEPTH]
+    u64* arrived;    // [DEPTH]
+    const char* pages;
+    i64 block_bytes, row_bytes;
+    int block;       // of the unit to be asked for next
+    int turn;        // slot that comes next
+    u32 parity;
+
+    __device__ __forceinline__ void look_up(const int* blocks, int first, int longest) {
+        const int p = first + (threadIdx.x & 31);
+        block = p < longest ? blocks[p / BLOCK_SIZE] : 0;
+    }
+
+    // Asks for the unit that was looked up, to a slot that nobody reads any more. Returns its keys that have no page.
+    __device__ __forceinline__ u32 ask(int to, int first, int longest, int seat, int row, int* status) {
+        const int lane = threadIdx.x & 31, p = first + lane;
+        const bool dense = row_bytes == KEY_BYTES;
+        const int keys = !dense ? p < longest : lane % PIECE ? 0 : min(max(longest - p, 0), PIECE);
+        const u32 bytes = block > 0 ? (keys * KEY_BYTES + 15) & ~15 : 0;
+        const u32 missing = __ballot_sync(~0u, p < longest && block <= 0);
+        if (__builtin_expect(p < longest && block <= 0, 0)) report(status, seat, p, row);
+        const u32 all = __reduce_add_sync(~0u, bytes), barrier = shared_address(arrived + to);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(all) : "memory");
+        __syncwarp();
+        if (bytes) {
+            const char* from = pages + block * block_bytes + p % BLOCK_SIZE * row_bytes;
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                         ::"r"(shared_address(slot + to * SLOT_BYTES + lane * KEY_BYTES)), "l"(from), "r"(bytes), "r"(barrier)
+                         : "memory");
+        }
+        return missing;
+    }
+
+    // The slot whose keys have come.
+    __device__ __forceinline__ int wait() {
+        const int now = turn;
+        u32 done = 0;
+        while (!done)
+            asm volatile("{\n\t.reg .pred p;\n\t"
+                         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                         "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(shared_address(arrived + now)), "r"(parity) : "memory");
+        if (++turn == DEPTH) turn = 0, parity ^= 1;
+        return now;
+    }
+};
 
 #if KEYS == 1
 struct Keys {
@@ -183,56 +246,6 @@ struct Keys {
     }
 };
 #else
-// What is on its way to the warp's slot, and the page that is needed next. A lane knows the page of one key of a unit.
-struct Feed {
-    char* slot;
-    u64* arrived;
-    const char* pages;
-    i64 block_bytes, row_bytes;
-    int block;     // of the unit to be asked for next
-    u32 missing;   // keys of the unit on its way that have no page
-    u32 parity;
-
-    __device__ __forceinline__ void look_up(const int* blocks, int first, int longest) {
-        const int p = first + (threadIdx.x & 31);
-        block = p < longest ? blocks[p / BLOCK_SIZE] : 0;
-    }
-
-    // Asks for the unit that was looked up. Nobody reads the slot any more.
-    __device__ __forceinline__ void ask(int first, int longest, int seat, int row, int* status) {
-        const int lane = threadIdx.x & 31, p = first + lane;
-        const bool dense = row_bytes == KEY_BYTES;
-        const int keys = !dense ? p < longest : lane % PIECE ? 0 : min(max(longest - p, 0), PIECE);
-        const u32 bytes = block > 0 ? (keys * KEY_BYTES + 15) & ~15 : 0;
-        missing = __ballot_sync(~0u, p < longest && block <= 0);
-        if (__builtin_expect(p < longest && block <= 0, 0)) report(status, seat, p, row);
-        const u32 all = __reduce_add_sync(~0u, bytes), barrier = shared_address(arrived);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(all) : "memory");
-        __syncwarp();
-        if (!bytes) return;
-        const char* from = pages + block * block_bytes + p % BLOCK_SIZE * row_bytes;
-#if HINT
-        u64 policy;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                     ::"r"(shared_address(slot + lane * KEY_BYTES)), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-#else
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     ::"r"(shared_address(slot + lane * KEY_BYTES)), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-#endif
-    }
-
-    __device__ __forceinline__ void wait() {
-        u32 done = 0;
-        while (!done)
-            asm volatile("{\n\t.reg .pred p;\n\t"
-                         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-                         "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(shared_address(arrived)), "r"(parity) : "memory");
-        parity ^= 1;
-    }
-};
-
 // Lane (g, t) = (lane / 4, lane % 4) holds of keys g, g + 8, ... the 16 bytes at 64c + 16t. The order of the products
 // over DIM is free as long as both operands share it: 16 bytes of a key and of a head are two k-steps of an mma.
 struct Keys {
@@ -331,69 +344,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 indexer_scores(const char* q, const float* weights, const char* pages, i64 block_bytes, i64 row_bytes, const int* table,
                i64 table_stride, const seat_t* seats, const length_t* lengths, i64 n, i64 top_k, float scale, i64 max_len,
                float* out, i64 out_stride, int* status) {
-    char* const queries = shared + WARPS * SLOT_BYTES;
+    char* const queries = shared + WARPS * DEPTH * SLOT_BYTES;
     __shared__ Shared s;
     const int warp = threadIdx.x / 32, num = (int)n;
     if (HEADS < PADDED_HEADS) {  // padding heads add 0 * 0
         for (int i = threadIdx.x; i < RUN * Q_BUFFER / 4; i += THREADS) ((int*)queries)[i] = 0;
         for (int i = threadIdx.x; i < RUN * PADDED_HEADS; i += THREADS) s.weights[0][i] = 0;
     }
-    if (threadIdx.x < WARPS) {
+    if (threadIdx.x < WARPS * DEPTH) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&s.arrived[threadIdx.x])) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    list_segments(s, seats, lengths, num, top_k, max_len);
+    if (threadIdx.x == 0) s.claimed = WARPS;
+    const Share share = list_segments(s, seats, lengths, num, top_k, max_len);
+    if (share.low >= share.high) return;
+    Part here = Part::of(s, s.start, share, 0);
+    if (!here.exists()) here.advance(s, num, share);
+    if (here.exists()) load_queries(queries, s, q, weights, scale, here.row, here.rows);
 
-    const int total = s.ends[MAX_ROWS - 1], share = total / (int)gridDim.x, more = total % (int)gridDim.x, cta = blockIdx.x;
-    const int low = cta * share + min(cta, more), high = low + share + (cta < more);
-    if (low >= high) return;
-    int row = 0;  // the first row whose costs end beyond `low`: it starts the segment that `low` falls into
-    for (int step = MAX_ROWS / 2; step; step /= 2)
-        if (s.ends[row + step - 1] <= low) row += step;
-    Part here = Part::of(s, row, low, high);
-    if (!here.exists()) here.advance(s, num, low, high);
-
-#if KEYS != 1
-    Feed feed{shared + warp * SLOT_BYTES, &s.arrived[warp], pages, block_bytes, row_bytes, 0, 0, 0};
-    Part ahead = here;  // its first unit is the next one to be looked up or asked for
-    ahead.unit += warp;
-    const auto settle = [&] {
-        while (!ahead.exists() && ahead.row < num) {
-            ahead.advance(s, num, low, high);
-            if (!ahead.exists()) break;
-            ahead.unit += warp;
-        }
+    struct Asked {
+        int row, unit;  // row: of its part; -1 = none
+        u32 missing;
+    } asked[DEPTH];
+    Feed feed{shared + warp * DEPTH * SLOT_BYTES, &s.arrived[warp * DEPTH], pages, block_bytes, row_bytes, 0, 0, 0};
+    Part ahead = here;  // where the claimed unit lies
+    int unit = 0;
+    const auto claim = [&](int number) {
+        while (ahead.exists() && number - ahead.before >= ahead.end - ahead.first) ahead.advance(s, num, share);
+        unit = ahead.first + number - ahead.before;
+        if (!FLOAT32 && ahead.exists())
+            feed.look_up(table + s.seat[ahead.row] * table_stride, unit * UNIT, s.longest[ahead.row]);
     };
-    const auto look_up = [&] {
-        if (ahead.exists()) feed.look_up(table + s.seat[ahead.row] * table_stride, ahead.unit * UNIT, s.longest[ahead.row]);
-    };
-    const auto ask = [&] {
+    const auto ask = [&](int slot) {
+#pragma unroll
+        for (int i = 1; i < DEPTH; i++) asked[i - 1] = asked[i];
+        asked[DEPTH - 1] = {-1, 0, 0};
         if (!ahead.exists()) return;
-        feed.ask(ahead.unit * UNIT, s.longest[ahead.row], s.seat[ahead.row], ahead.row, status);
-        ahead.unit += WARPS;
-        settle();
-        look_up();
+        u32 missing = 0;
+        if (!FLOAT32) missing = feed.ask(slot, unit * UNIT, s.longest[ahead.row], s.seat[ahead.row], ahead.row, status);
+        asked[DEPTH - 1] = {ahead.row, unit, missing};
+        int next = 0;
+        if ((threadIdx.x & 31) == 0) next = atomicAdd(&s.claimed, 1);
+        claim(__shfl_sync(~0u, next, 0));
     };
-    settle();
-    look_up();
-    ask();
-#endif
+    claim(warp);
+#pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) ask(i);
     while (here.exists()) {
-        load_queries(queries, s, q, weights, scale, here.row, here.rows);
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        for (int unit = here.unit + warp; unit < here.end; unit += WARPS) {
-            const int first = unit * UNIT;
+        while (asked[0].row == here.row) {
+            const int first = asked[0].unit * UNIT;
             Keys keys;
 #if KEYS == 1
             keys.load(pages, block_bytes, row_bytes, table + s.seat[here.row] * table_stride, first, s.longest[here.row],
                       s.seat[here.row], here.row, status);
+            ask(0);
 #else
-            feed.wait();
-            keys.missing = feed.missing;
-            keys.load(feed.slot);
+            keys.missing = asked[0].missing;
+            const int slot = feed.wait();
+            keys.load(feed.slot + slot * SLOT_BYTES);
             __syncwarp();
-            ask();
+            ask(slot);
 #endif
 #pragma unroll 1
             for (int r = 0; r < here.rows; r++) {
@@ -402,7 +414,8 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
                     keys.score(queries + r * Q_BUFFER, s.weights[r], out + (here.row + r) * out_stride, first, length);
             }
         }
-        here.advance(s, num, low, high);
+        here.advance(s, num, share);
         __syncthreads();  // nobody reads the queries any more
+        if (here.exists()) load_queries(queries, s, q, weights, scale, here.row, here.rows);
     }
 }
