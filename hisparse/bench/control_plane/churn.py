@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import hisparse.actors.coordinator
 import hisparse.actors.handles
-import hisparse.engine.core  # noqa: F401  # with Ray and torch, what a coordinator's process holds
+import hisparse.engine.core  # noqa: F401  # with Ray, what a coordinator's process holds
 from hisparse.actors.garbage import IdleCollector
 from hisparse.bench.control_plane.context import Collections, Context, K, size
 from hisparse.bench.control_plane.rig import Rig, prompt
