@@ -61,7 +61,7 @@ def build_core(config: HiSparseConfig, identity: EngineIdentity, ranks: Sequence
                infos: Sequence[RankInfo]) -> EngineCore:
     """The engine over rank actors, in the coordinator's process."""
     from hisparse.engine.core import EngineCore
-    from hisparse.pd.connector import PDConnectorScheduler
+    from hisparse.pd.scheduler import PDConnectorScheduler
 
     logs.configure(config.serve, engine=identity.engine_id)
     pd = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hisparse.connector.base import LoadEvents
 from hisparse.errors import InvariantError
 from hisparse.types import HiSparseWorkerOutput, ResolveStats, SparseKVOffloadCommand
-from hisparse.worker import HiSparseWorker
+
+if TYPE_CHECKING:  # the worker needs torch, the scheduler half's process does not
+    from hisparse.worker import HiSparseWorker
 
 NAME = "hisparse"
 """Key of the command in `StepCommand.kv` and of the outputs in `StepResult.kv`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,13 @@ def test_b26_a_head_that_does_not_fit_does_not_stop_a_loaded_request(make: Any) 
     for name, ids, count in (("loaded", prompt(100, 1), 80), ("head", prompt(420, 2), 8), ("small", prompt(20, 3), 8)):
         assert engine.tokens[name] == expected_tokens(ids, count)
     engine.check_empty()
+
+
+def test_the_schedulers_process_needs_no_torch() -> None:
+    program = ("import sys; sys.modules['torch'] = None; "
+               "import hisparse.engine.core, hisparse.pd.scheduler, hisparse.actors.engine, hisparse.actors.executor")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_b08_host_pool_smaller_than_all_outputs_still_finishes(make: Any) -> None:

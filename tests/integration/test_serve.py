@@ -122,6 +122,13 @@ def test_prefill_and_decode_answer_right(service: Service) -> None:
     assert salted.usage.prompt_tokens_details.cached_tokens == 0, "no reuse across salts"  # type: ignore[union-attr]
 
 
+def test_coordinators_load_no_torch(service: Service) -> None:
+    """A process per replica that would hold 200 MB more, and a heap for its garbage collector to walk."""
+    for engine in service.get("/stats")["engines"]:
+        assert "libtorch" not in Path(f"/proc/{engine['pid']}/maps").read_text(), engine["engine"]
+        assert "libtorch" in Path(f"/proc/{engine['rank_pids'][0]}/maps").read_text()
+
+
 def test_a_trace_goes_through_every_process(service: Service, spans: Spans) -> None:
     """One tree from the client's span to the prefill engine; phases follow each other inside their parents; no prompt."""
     asked, (trace, head) = document(20), spans.begin()

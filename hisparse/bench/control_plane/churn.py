@@ -1,16 +1,17 @@
-"""Steps of a decode engine whose requests come and go: what Python's garbage collector takes of them."""
+"""Steps of a decode engine whose requests come and go: what Python's garbage collector takes of them.
+
+In CPU time of the thread: the worst of many steps would else be the one in which something else had the core.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator
 
 import hisparse.actors.coordinator
 import hisparse.actors.handles
-import hisparse.engine.core  # noqa: F401  # with Ray and torch, what a coordinator's process holds
+import hisparse.engine.core  # noqa: F401  # with Ray, what a coordinator's process holds
 from hisparse.actors.garbage import IdleCollector
 from hisparse.bench.control_plane.context import Collections, Context, K, size
 from hisparse.bench.control_plane.rig import Rig, prompt
@@ -21,7 +22,7 @@ GUEST_BLOCKS = 4096
 
 
 def churn(context: Context) -> list[Row]:
-    """The worst step, by Python's own rules and as an engine's coordinator has it; one request in 256 ends in each step."""
+    """The worst step, by Python's own rules and as an engine's coordinator has it; in each step one request in 256 ends."""
     sizes = (256,) if context.quick else (1024, 2048)
     return [_worst(context, num_requests, engine=engine) for num_requests in sizes for engine in (False, True)]
 
@@ -36,13 +37,13 @@ def _worst(context: Context, num_requests: int, *, engine: bool) -> Row:
     try:
         guests = _Guests(Rig(context.layout, load))
         times = []
-        with Collections() as collections:
+        with Collections(time.thread_time) as collections:
             for _ in range(steps):
                 times.append(guests.step() * 1e3)
                 if engine:
                     collector.worked()
         within_ms = collections.longest_s * 1e3
-        with Collections() as collections:
+        with Collections(time.thread_time) as collections:
             gc.collect()
     finally:
         if engine:
@@ -63,21 +64,22 @@ class _Guests:
         self._count = 0
 
     def step(self) -> float:
-        """Seconds, without making the prompts."""
+        """Seconds of CPU, without making the prompts."""
         manager, rig = self.rig.manager, self.rig
         prompts = [prompt(rig.load.num_tokens, 1_000_000 + self._count + i) for i in range(self._num)]
-        with _timed() as seconds:
-            for request_id in self._arriving:
-                rig.computed[request_id] = manager.finish_load(request_id, failed=False)
-                manager.extend(request_id, [1])
-                rig.ids.append(request_id)
-            self._arriving = []
-            for tokens in prompts:
-                old = rig.ids.pop(0)
-                manager.close(old)
-                del rig.computed[old]
-                self._arrive(tokens)
-        return seconds[0] + rig.step()
+        began_s = time.thread_time()
+        for request_id in self._arriving:
+            rig.computed[request_id] = manager.finish_load(request_id, failed=False)
+            manager.extend(request_id, [1])
+            rig.ids.append(request_id)
+        self._arriving = []
+        for tokens in prompts:
+            old = rig.ids.pop(0)
+            manager.close(old)
+            del rig.computed[old]
+            self._arrive(tokens)
+        rig.step()
+        return time.thread_time() - began_s
 
     def _arrive(self, tokens: list[int]) -> None:
         self._count += 1
@@ -87,12 +89,3 @@ class _Guests:
         if manager.admit(request_id, hit, landing=Landing.HOST, import_tokens=len(tokens), chunk_tokens=1) is None:
             raise RuntimeError(f"{request_id} found no room; {manager.stats()}")
         self._arriving.append(request_id)
-
-
-@contextlib.contextmanager
-def _timed() -> Iterator[list[float]]:
-    """One entry, the seconds, once the block has ended."""
-    seconds: list[float] = []
-    began_s = time.perf_counter()
-    yield seconds
-    seconds.append(time.perf_counter() - began_s)

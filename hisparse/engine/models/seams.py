@@ -1,4 +1,4 @@
-"""The three seams of `transformers` that the hooks hang on: checked when a model is loaded, by name and signature."""
+"""The seams of `transformers` that the hooks hang on: checked when a model is loaded, by name and signature."""
 
 from __future__ import annotations
 
