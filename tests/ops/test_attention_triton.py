@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from triton.compiler import ASTSource
 
 from hisparse.errors import ConfigError
 from hisparse.ops.cuda import attention, attention_cluster, attention_kernels
+from hisparse.ops.sources import kernel_sources
 from tests.ops.mla_cases import Case, make
 
 H200 = (9, 132)
@@ -157,3 +159,22 @@ def test_no_rows_and_no_entries():
     inputs = make(Case())
     assert attention.sparse_mla(inputs.q[:0], inputs.rows, inputs.ids[:0], 1.0, 64)[0].shape == (0, 4, 64)
     assert bool((attention.sparse_mla(inputs.q, inputs.rows, inputs.ids[:, :0], 1.0, 64)[0] == 0).all())
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_launch_has_the_arguments_that_the_source_takes(host, monkeypatch):
+    """In number, kind and order of pointers and numbers; a driver would pack them as they come."""
+    launches = []
+    monkeypatch.setattr(attention_cluster, "_loaded", lambda *_: lambda *launch: launches.append(launch))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    q, rows = torch.empty(3, 64, 576, dtype=torch.bfloat16), torch.empty(10, 576, dtype=torch.bfloat16)
+    ids, out = torch.zeros(3, 40, dtype=torch.int32), torch.empty(3, 64, 512, dtype=torch.bfloat16)
+    attention_cluster.attend(q, rows, ids, 0.1, 5, rows if host else None, ids if host else None, out, 2)
+    (grid, threads, args, shared), = launches
+    source = (kernel_sources() / "attention.cu").read_text()
+    declared = re.search(r"sparse_mla\((.*?)\)", source, re.DOTALL).group(1).replace("const ", "").split(",")
+    kinds = ["pointer" if "*" in one else one.split()[0] for one in declared]
+    given = ["pointer" if arg is None or isinstance(arg, torch.Tensor) else {float: "float"}.get(type(arg), "i64") for arg in args]
+    assert given == kinds and len(grid) == 1 and grid[0] == 6
+    assert int(re.search(r"THREADS = (\d+)", (kernel_sources() / "attention_shape.cuh").read_text()).group(1)) == threads
+    assert shared <= HOPPER_SHARED_BYTES
