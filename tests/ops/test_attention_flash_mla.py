@@ -101,7 +101,6 @@ def test_a_package_without_the_kernels_is_no_package(package):
 
 @pytest.mark.parametrize(("wish", "faster", "want"), [
     ("auto", True, True), ("auto", False, False), ("own", True, False), ("flash_mla", False, True), ("", True, True),
-    ("cluster", True, False),
 ])
 def test_the_switch(package, monkeypatch, wish, faster, want):
     package(Standin())
@@ -119,7 +118,7 @@ def test_auto_goes_by_the_table_and_by_exactness(package, monkeypatch):
 
 def test_an_unknown_switch_is_refused(monkeypatch):
     monkeypatch.setenv(switch.SWITCH, "fastest")
-    with pytest.raises(ConfigError, match="HISPARSE_ATTENTION must be one of auto, own, flash_mla, cluster, got 'fastest'"):
+    with pytest.raises(ConfigError, match="HISPARSE_ATTENTION must be one of auto, own, flash_mla, got 'fastest'"):
         switch.mode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,15 +14,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from hisparse.errors import ConfigError
 from hisparse.ops.cuda import attention, attention_cluster, attention_kernels
+from hisparse.ops.sources import kernel_sources
 from tests.ops.mla_cases import Case, make
 
 H200 = (9, 132)
 HOPPER_SHARED_BYTES = 227 << 10
-LAUNCH = attention.Launch(hopper=False, splits=1, per_split=1 << 20, block_h=16, block_n=16, warps=4)
+LAUNCH = attention.Launch(splits=1, per_split=1 << 20, block_h=16, block_n=16, warps=4)
 # Interpreted: float32 rows only, for Triton's interpreter multiplies no bfloat16.
 INTERPRETED = [
     (Case(), None),
@@ -79,52 +80,14 @@ def signature(kernel, pointers: dict[str, str], constants: dict[str, object]):
         (names.index(name),): [["tt.divisibility", 16]] for name in aligned}
 
 
-ONE_TRITON = pytest.mark.skipif(not attention._HAS_GLUON, reason=f"the Hopper kernel needs Triton {attention.GLUON_TRITON}, "
-                                f"this is {triton.__version__}")
-
-
-def test_another_triton_gets_the_general_kernel(monkeypatch):
-    monkeypatch.setattr(attention, "_HAS_GLUON", False)
-    attention.plan_launch.cache_clear()
-    assert not attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200).hopper
-    attention.plan_launch.cache_clear()
-
-
-@ONE_TRITON
-@pytest.mark.parametrize(("is_fp8", "is_split", "host", "q"), [
-    (False, True, False, "*bf16"), (False, False, True, "*fp32"), (True, True, False, "*bf16"), (True, False, True, "*bf16"),
-])
-def test_the_hopper_kernel_compiles(is_fp8, is_split, host, q, tmp_path):
-    """For sm_90, in one multiprocessor's shared memory, with no wgmma serialised by ptxas and hardly a register spilled."""
-    from hisparse.ops.cuda import attention_hopper
-
-    rows = "*i32" if is_fp8 else "*bf16"
-    pointers = {"q": q, "rows": rows, "ropes": "*bf16", "host": rows, "host_ropes": "*bf16", "ids": "*i32",
-                "host_ids": "*i32", "out": "*fp32" if is_split else q, "part_lse": "*fp32"}
-    constants = {"IS_SPLIT": is_split, "IS_FP8": is_fp8, "HAS_HOST": host, "PDL": is_split,
-                 "PRODUCER_REGISTERS": attention.plan_launch(
-                     1, 64, 2048, torch.uint8 if is_fp8 else torch.bfloat16, 512, 64, H200).producer_registers}
-    source = GluonASTSource(attention_hopper.attend_rows, *signature(attention_hopper.attend_rows, pointers, constants))
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
-    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
-    run = subprocess.run([triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"],
-                         cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "wgmma" not in run.stderr, run.stderr
-    spilled = int(run.stderr.split(" bytes stack frame")[0].split()[-1])
-    assert spilled <= 256, run.stderr
-
-
 @pytest.mark.parametrize(("row_dtype", "heads", "latent", "rope"), [
     (torch.float32, 4, 64, 16), (torch.float32, 64, 512, 64), (torch.bfloat16, 16, 512, 64), (torch.bfloat16, 4, 64, 16),
-    (torch.uint8, 16, 512, 64), (torch.uint8, 4, 128, 16),
+    (torch.uint8, 16, 512, 64), (torch.uint8, 64, 512, 64), (torch.uint8, 4, 128, 16),
 ])
 @pytest.mark.parametrize("major", [90, 100])
 def test_the_general_kernel_compiles(row_dtype, heads, latent, rope, major):
-    if major == 90 and row_dtype == torch.uint8 and latent == 512:
-        pytest.skip("read by the Hopper kernel")
-    launch = attention.plan_launch(4, heads, 2048, row_dtype, latent, rope, (major // 10, 132))
-    assert not launch.hopper
+    launch = attention.plan_launch(4, heads, 2048, row_dtype, latent, rope, (major // 10, 132), aligned=False)
+    assert not launch.cluster
     rows = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}[row_dtype]
     width = latent + 16 + 2 * rope if row_dtype == torch.uint8 else latent + rope
     pointers = {"q": "*bf16", "rows": rows, "host": rows, "ids": "*i32", "host_ids": "*i32", "out": "*fp32",
@@ -141,14 +104,21 @@ def test_the_general_kernel_compiles(row_dtype, heads, latent, rope, major):
 @pytest.mark.parametrize(("heads", "row_dtype"), product([4, 16, 64, 128], [torch.float32, torch.bfloat16, torch.uint8]))
 def test_plans_cover_every_entry_and_fill_the_gpu(heads, row_dtype):
     for num, k in product([1, 2, 5, 16, 64, 100, 128, 512, 4096], [1, 32, 63, 64, 65, 1000, 2048]):
-        plan = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200)
+        plan = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200, aligned=False)
         assert not plan.cluster and plan.per_split % plan.block_n == 0
         assert (plan.splits - 1) * plan.per_split < k <= plan.splits * plan.per_split
-        cluster = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200, clustered=True).cluster
+        cluster = attention.plan_launch(num, heads, k, row_dtype, 512, 64, H200).cluster
         assert cluster in attention_cluster.RESIDENT if cluster else row_dtype == torch.float32 or heads <= 16
         assert cluster <= 1 or 64 * (cluster - 1) < k
-    assert attention.plan_launch(1, heads, 2048, row_dtype, 512, 64, H200).splits >= 16
-    assert attention.plan_launch(4096, heads, 2048, row_dtype, 512, 64, H200).splits == 1
+    for aligned in (False, True):
+        assert attention.plan_launch(1, heads, 2048, row_dtype, 512, 64, H200, aligned).splits >= 16
+        assert attention.plan_launch(4096, heads, 2048, row_dtype, 512, 64, H200, aligned).splits == 1
+
+
+def test_other_widths_and_gpus_get_the_triton_kernel():
+    assert attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200).cluster
+    for latent, rope, device in ((256, 64, H200), (512, 32, H200), (512, 64, (10, 148)), (512, 64, (8, 108))):
+        assert not attention.plan_launch(16, 64, 2048, torch.bfloat16, latent, rope, device).cluster
 
 
 @pytest.mark.parametrize("change", [
@@ -189,3 +159,23 @@ def test_no_rows_and_no_entries():
     inputs = make(Case())
     assert attention.sparse_mla(inputs.q[:0], inputs.rows, inputs.ids[:0], 1.0, 64)[0].shape == (0, 4, 64)
     assert bool((attention.sparse_mla(inputs.q, inputs.rows, inputs.ids[:, :0], 1.0, 64)[0] == 0).all())
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_launch_has_the_arguments_that_the_source_takes(host, monkeypatch):
+    """In number, kind and order of pointers and numbers; a driver would pack them as they come."""
+    launches = []
+    monkeypatch.setattr(attention_cluster, "_loaded", lambda *_: lambda *launch: launches.append(launch))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    q, rows = torch.empty(3, 64, 576, dtype=torch.bfloat16), torch.empty(10, 576, dtype=torch.bfloat16)
+    ids, out = torch.zeros(3, 40, dtype=torch.int32), torch.empty(3, 64, 512, dtype=torch.bfloat16)
+    attention_cluster.attend(q, rows, ids, 0.1, 5, rows if host else None, ids if host else None, out, 2)
+    (grid, threads, args, shared), = launches
+    source = (kernel_sources() / "attention.cu").read_text()
+    declared = re.search(r"sparse_mla\((.*?)\)", source, re.DOTALL).group(1).replace("const ", "").split(",")
+    kinds = ["pointer" if "*" in one else one.split()[0] for one in declared]
+    given = ["pointer" if arg is None or isinstance(arg, torch.Tensor) else "float" if isinstance(arg, float) else "i64"
+             for arg in args]
+    assert given == kinds and len(grid) == 1 and grid[0] == 6
+    assert int(re.search(r"THREADS = (\d+)", (kernel_sources() / "attention_shape.cuh").read_text()).group(1)) == threads
+    assert shared <= HOPPER_SHARED_BYTES

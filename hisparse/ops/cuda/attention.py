@@ -1,13 +1,12 @@
 """Sparse MLA over flat row ids on the GPU: which kernel runs, in how many splits, and its launch.
 
-Kernels with one contract. `attention_hopper` (Gluon) for the real widths on Hopper with Triton 3.6; `attention_kernels`
-(Triton) for everything else (float32 rows, few heads, other widths, GPUs and Tritons; and the CPU under TRITON_INTERPRET=1).
-`attention_cluster` (CUDA) and `attention_flash_mla` (the FlashMLA package, where it is installed) run where `attention_switch`
-says so.
+Kernels with one contract. `attention_cluster` (CUDA) for the real widths on Hopper; `attention_kernels` (Triton) for everything
+else (float32 rows, few heads, other widths, strides and GPUs; and the CPU under TRITON_INTERPRET=1). `attention_flash_mla` (the
+FlashMLA package, where it is installed) runs where `attention_switch` says so.
 
-Workspaces: parts of split query rows come from torch's allocator at each call, never from a cache of this module. Inside
-`torch.cuda.graph` they belong to that graph's private pool, so graphs, streams and batch sizes cannot share one by mistake;
-outside they follow torch's rule for the current stream.
+Workspaces (of the Triton kernel): parts of split query rows come from torch's allocator at each call, never from a cache of
+this module. Inside `torch.cuda.graph` they belong to that graph's private pool, so graphs, streams and batch sizes cannot
+share one by mistake; outside they follow torch's rule for the current stream.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ import triton
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import attention_cluster, attention_flash_mla, attention_kernels, attention_switch
+from hisparse.ops.cuda import attention_cluster, attention_flash_mla, attention_kernels
 
 _SCALED_LATENTS, _SCALE_ALIGN = 128, 16
 """fp8_ds_mla: latents that share a scale; bytes to whose multiple the scales of a row are filled up."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _FEW_HEADS = 16
-"""Up to this many heads the general kernel's blocks of 16 read bfloat16 rows faster than the Hopper kernel's of 64."""
-GLUON_TRITON = "3.6"
-"""Triton whose Gluon the Hopper kernel is written in: other versions change it. With them the general kernel runs."""
-_HAS_GLUON = triton.__version__.startswith(f"{GLUON_TRITON}.")
+"""Up to this many heads the general kernel's blocks of 16 read bfloat16 rows faster than the cluster kernel's of 64."""
 _FIXED_TILES, _SPLIT_TILES = 1.5, 0.4
 """Start and end of a program, and each split's part of the combination, in units of one tile of 64 entries."""
 
@@ -43,24 +39,21 @@ class Launch:
     """How a call is cut up. A function of shapes alone, so that a captured graph and an eager call agree bit for bit.
 
     Attributes:
-        cluster: CTAs of a query row and block of heads in `attention_cluster`; 0 = another kernel runs, as the rest says.
-        hopper: which one. splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
-        block_h, block_n: heads and entries of a tile. warps, stages: of a program (general kernel).
-        part_dtype: of the parts. producer_registers: of the Hopper kernel's producer threads.
+        splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
+        cluster: CTAs of a query row and block of heads in `attention_cluster`; 0 = the Triton kernel runs, as the rest says.
+        block_h, block_n: heads and entries of a tile. warps, stages: of a program. part_dtype: of the parts.
         pdl: the combination is launched before the parts are complete, and waits on the device (from Hopper on).
     """
 
-    hopper: bool
     splits: int
     per_split: int
+    cluster: int = 0
     block_h: int = 64
     block_n: int = 64
     warps: int = 8
     stages: int = 2
     part_dtype: torch.dtype = torch.float32
-    producer_registers: int = 96
     pdl: bool = False
-    cluster: int = 0
 
 
 def sparse_mla(
@@ -122,8 +115,8 @@ def sparse_mla(
     if q.stride(2) != 1:
         q = q.contiguous()
     if launch is None:
-        clustered = attention_switch.mode() == "cluster" and attention_cluster.suits(q, rows, out)
-        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts, clustered)
+        launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts,
+                             attention_cluster.suits(q, rows, out))
     if launch.cluster:
         attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster)
         return out, gathered
@@ -152,17 +145,6 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
     numbers = (scaling * math.log2(math.e), row_delta, k, launch.splits, launch.per_split, heads, q.stride(0), q.stride(1),
                row_ids.stride(0), ids_of_host.stride(0), target.stride(0), target.stride(1))
     grid = (triton.cdiv(heads, launch.block_h) * launch.splits * num,)
-    if launch.hopper:
-        from hisparse.ops.cuda import attention_hopper  # needs the Gluon of one version of Triton
-
-        is_fp8 = rows.dtype == torch.uint8
-        words, ropes = (rows.view(torch.int32), rows.view(torch.bfloat16)) if is_fp8 else (rows, rows)
-        host_words, host_ropes = (host.view(torch.int32), host.view(torch.bfloat16)) if is_fp8 else (host, host)
-        attention_hopper.attend_rows[grid](
-            q, words, ropes, host_words, host_ropes, row_ids, ids_of_host, target, lse, *numbers,
-            IS_SPLIT=launch.splits > 1, IS_FP8=is_fp8, HAS_HOST=has_host, PDL=launch.pdl and launch.splits > 1,
-            PRODUCER_REGISTERS=launch.producer_registers, num_warps=8)
-        return
     rope = width - latent_dim
     attention_kernels.attend_rows[grid](
         q, rows, host, row_ids, ids_of_host, target, lse, *numbers,
@@ -174,26 +156,23 @@ def _attend(launch: Launch, q: Tensor, rows: Tensor, row_ids: Tensor, scaling: f
 
 @functools.lru_cache(maxsize=4096)
 def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim: int, rope: int,
-                device: tuple[int, int], clustered: bool = False) -> Launch:
-    """The launch of a shape. `device` = (compute capability's major number, multiprocessors); `clustered`: for
-    `attention_cluster`, if the widths and rows are its own.
+                device: tuple[int, int], aligned: bool = True) -> Launch:
+    """The launch of a shape. `device` = (compute capability's major number, multiprocessors); `aligned`: q and out are as
+    `attention_cluster.suits` says.
 
     Example: 16 query rows, 64 heads, k 2048 on 132 multiprocessors -> 8 splits of 256 entries.
     """
     major, processors = device
     is_float32, is_fp8 = row_dtype == torch.float32, row_dtype == torch.uint8
     is_real = major == 9 and (latent_dim, rope) == (attention_cluster.LATENT, attention_cluster.ROPE)
-    if is_real and clustered and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
+    if is_real and aligned and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
         cluster = attention_cluster.plan_cluster(num, heads, k, processors)
-        return Launch(hopper=False, splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster)
-    if _HAS_GLUON and is_real and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
-        splits, per_split = _splits(num * triton.cdiv(heads, 64), k, 64, processors)
-        return Launch(hopper=True, splits=splits, per_split=per_split, pdl=True, producer_registers=112 if is_fp8 else 96)
+        return Launch(splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster)
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64
     block_n = 16 if is_float32 else 64 if latent_dim < 256 or (block_h == 16 and not is_fp8) else 32
     warps = 8 if block_h == 64 or (block_n == 64 and latent_dim >= 256) else 4
     splits, per_split = _splits(num * triton.cdiv(heads, block_h), k, block_n, 2 * processors)
-    return Launch(hopper=False, splits=splits, per_split=per_split, block_h=block_h, block_n=block_n, warps=warps,
+    return Launch(splits=splits, per_split=per_split, block_h=block_h, block_n=block_n, warps=warps,
                   pdl=major >= 9)
 
 

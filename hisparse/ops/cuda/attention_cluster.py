@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from hisparse.ops.cuda.module import Instance, Kernel, load
+from hisparse.ops.cuda.module import Instance, Kernel, compile_ahead, load
 
 ARCHITECTURE = "sm_90a"
 HEADS, TILE, THREADS = 64, 64, 384
@@ -70,6 +70,7 @@ def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: 
 
 @functools.cache
 def _loaded(cluster: int, is_fp8: bool, device: int) -> Kernel:
+    compile_ahead(instance(size, is_fp8) for size in RESIDENT)  # batches of other sizes follow
     loaded = load(instance(cluster, is_fp8))
     if cluster > _PORTABLE_CLUSTER:
         loaded.allow_large_clusters()

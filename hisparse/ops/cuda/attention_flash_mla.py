@@ -79,7 +79,7 @@ def chosen(q: Tensor, rows: Tensor, row_ids: Tensor, latent_dim: int, row_delta:
            device_major: int) -> bool:
     """Whether this call goes to FlashMLA."""
     wish = mode()
-    if wish in ("own", "cluster") or not support(device_major).usable:
+    if wish == "own" or not support(device_major).usable:
         return False
     if misfit(q, rows, row_ids, latent_dim, row_delta, host_ids):
         return False

@@ -1,7 +1,7 @@
 """HISPARSE_ATTENTION in the environment: which kernels `attention.sparse_mla` may choose from.
 
-auto (default): ours that are proven and measured, and FlashMLA where `attention_flash_mla.faster` says so. own: never FlashMLA.
-flash_mla: FlashMLA wherever it fits the call. cluster: `attention_cluster` wherever it fits, and never FlashMLA.
+auto (default): ours, and FlashMLA where `attention_flash_mla.faster` says so. own: never FlashMLA. flash_mla: FlashMLA wherever
+it fits the call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from hisparse.errors import ConfigError
 
 SWITCH = "HISPARSE_ATTENTION"
-MODES = ("auto", "own", "flash_mla", "cluster")
+MODES = ("auto", "own", "flash_mla")
 
 
 def mode() -> str:

@@ -13,7 +13,8 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def _kernel(key: _Key, device: int) -> Kernel:
     try:
         with cupy.cuda.Device(device):
             if architecture:  # CuPy compiles for "sm_90" alone
-                module = cupy.RawModule(path=str(_cubin_file(instance)))
+                ahead = _ahead.get(key)
+                module = cupy.RawModule(path=str(ahead.result() if ahead else _cubin_file(instance)))
             else:
                 module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
             loaded = module.get_function(function).kernel
@@ -198,6 +200,25 @@ def _kernel(key: _Key, device: int) -> Kernel:
         raise ConfigError(
             f"cannot load {source}: {error}; NVRTC is needed: pip install nvidia-cuda-nvrtc, or a CUDA toolkit"
         ) from error
+
+
+_ahead: dict[_Key, Future[Path]] = {}
+"""Instances that are compiled on a thread, or have been. Writer: `compile_ahead`."""
+
+
+def compile_ahead(instances: Iterable[Instance]) -> None:
+    """Starts compiling instances of one architecture, each on a thread; `load` waits for the one that it needs.
+
+    Several that a process will need one after the other are then there in the time of one or two. Returns at once; what does
+    not compile is `load`'s to tell.
+    """
+    missing = [instance for instance in instances if instance.key() not in _ahead]
+    if not missing:
+        return
+    pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), thread_name_prefix="nvrtc")
+    for instance in missing:
+        _ahead[instance.key()] = pool.submit(_cubin_file, instance)
+    pool.shutdown(wait=False)
 
 
 def _cubin_file(instance: Instance) -> Path:
