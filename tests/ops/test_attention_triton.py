@@ -174,7 +174,8 @@ def test_a_launch_has_the_arguments_that_the_source_takes(host, monkeypatch):
     source = (kernel_sources() / "attention.cu").read_text()
     declared = re.search(r"sparse_mla\((.*?)\)", source, re.DOTALL).group(1).replace("const ", "").split(",")
     kinds = ["pointer" if "*" in one else one.split()[0] for one in declared]
-    given = ["pointer" if arg is None or isinstance(arg, torch.Tensor) else {float: "float"}.get(type(arg), "i64") for arg in args]
+    given = ["pointer" if arg is None or isinstance(arg, torch.Tensor) else "float" if isinstance(arg, float) else "i64"
+             for arg in args]
     assert given == kinds and len(grid) == 1 and grid[0] == 6
     assert int(re.search(r"THREADS = (\d+)", (kernel_sources() / "attention_shape.cuh").read_text()).group(1)) == threads
     assert shared <= HOPPER_SHARED_BYTES
