@@ -127,6 +127,20 @@ def test_batches(num: int) -> None:
     assert torch.equal(once, run(case, 512, workspace_bytes=5 * 4 * case.max_len)), "in groups of five rows"
 
 
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_rows_that_lie_apart_in_a_page(block_size: int) -> None:
+    """NaN between the keys of a page, which must not be read as one."""
+    lengths = [700, 5000, 4097]
+    case = Case(Shape(block_size=block_size, spread=2), lengths, [0, 1, 2], lengths, device="cuda")
+    blocks, size, dim = case.pages.shape
+    packed = torch.full((blocks, size * (dim + 24)), float("nan"), dtype=torch.bfloat16, device="cuda")
+    pages = packed.as_strided((blocks, size, dim), (packed.stride(0), dim + 24, 1), 8)
+    pages.copy_(case.pages)
+    dense = run(case, 512)
+    case.pages = pages
+    assert torch.equal(run(case, 512), dense) and torch.equal(dense, expected(case, 512))
+
+
 @pytest.mark.parametrize("length", [131_072, 1_000_003])
 def test_long_contexts(length: int) -> None:
     case = Case(Shape(spread=3), [length, 4000], [0, 1], [length, 4000], device="cuda")

@@ -19,19 +19,30 @@ MAX_ROWS = 1024
 FP8_DIM = 128
 """Values of an fp8 key, which has one scale: 132 bytes."""
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
-_TILE = 256
-_THREADS = 256
-_STATIC_SHARED_BYTES = 20 << 10
-_DEFAULT_SHARED_BYTES = 48 << 10
+_UNIT = 32
+"""Keys that a warp scores at once, while as many are on their way to it."""
+_QUERY_BYTES = 48 << 10
+"""Most bytes of queries of a run: rows of a seat that share one reading of its keys. A CTA holds two runs."""
 
 
 def scores_instance(*, heads: int, dim: int, block_size: int, keys: torch.dtype, long_seats: bool,
                     long_lengths: bool) -> Instance:
     """The variant of the scores kernel for a shape and a dtype of the pages."""
+    run = max(1, min(16, _QUERY_BYTES // _query_bytes(heads, dim, keys)))
     return Instance("indexer_scores.cu", "indexer_scores", {
-        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "KEYS": _DTYPES[keys], "LONG_SEATS": int(long_seats),
-        "LONG_LENGTHS": int(long_lengths),
+        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "KEYS": _DTYPES[keys], "WARPS": _warps(dim, keys), "RUN": run,
+        "LONG_SEATS": int(long_seats), "LONG_LENGTHS": int(long_lengths),
     })
+
+
+def _query_bytes(heads: int, dim: int, keys: torch.dtype) -> int:
+    """Of one row, its heads padded to a multiple of 8."""
+    return -(-heads // 8) * 8 * dim * (4 if keys == torch.float32 else 2)
+
+
+def _warps(dim: int, keys: torch.dtype) -> int:
+    """Of a CTA. On an H200, 8 are as fast over bfloat16 keys, but slower over fp8 ones and in prefill; 16 lack registers."""
+    return 8 if keys == torch.float32 else 12 * 128 // max(dim, 128)
 
 
 def keys_instance(*, dim: int, block_size: int, given: torch.dtype, pages: torch.dtype, long_seats: bool,
@@ -131,7 +142,7 @@ def index_scores(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats
                  programs: int | None = None) -> Tensor:
     """Scores of at most MAX_ROWS rows: out[row, position] of positions [0, length) of rows longer than `top_k`; nothing else.
 
-    Args: as `index_topk`, and out: float32 [>= n, >= max_len], rows contiguous. programs: CTAs; default two per processor.
+    Args: as `index_topk`, and out: float32 [>= n, >= max_len], rows contiguous. programs: CTAs; default one per processor.
     Returns:
         `out`.
     """
@@ -155,10 +166,10 @@ def index_scores(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats
     if not num:
         return out
     if programs is None:
-        programs = min(2 * num_processors(q.device), num * -(-max_len // _TILE))
+        programs = min(num_processors(q.device), num * -(-max_len // _UNIT))
     run, shared = _scores_kernel(heads, dim, size, pages.dtype, seats.dtype == torch.int64,
                                  lengths.dtype == torch.int64, torch.cuda.current_device())
-    run((programs,), _THREADS, [
+    run((programs,), 32 * _warps(dim, pages.dtype), [
         _aligned(q), weights.contiguous(), pages, pages.stride(0) * item, pages.stride(1) * item, table, table.stride(0),
         seats, lengths, num, top_k, float(scale), max_len, out, out.stride(0), status,
     ], shared_bytes=shared)
@@ -195,11 +206,9 @@ def _scores_kernel(heads: int, dim: int, block_size: int, keys: torch.dtype, lon
     made = scores_instance(heads=heads, dim=dim, block_size=block_size, keys=keys, long_seats=long_seats,
                            long_lengths=long_lengths)
     run = kernel(made.source, made.function, **made.defines)
-    row = dim * (4 if keys == torch.float32 else 2)
-    stride = row if keys == torch.float32 or row % 128 else row + 64  # as in the kernel
-    shared = 2 * (-(-heads // 8) * 8) * stride + (_TILE * (FP8_DIM + 4) if keys == torch.uint8 else 0)
-    if shared + _STATIC_SHARED_BYTES > _DEFAULT_SHARED_BYTES:
-        run.allow_shared_bytes(shared)
+    slot = 0 if keys == torch.float32 else _UNIT * (FP8_DIM + 4 if keys == torch.uint8 else dim * 2)
+    shared = made.defines["WARPS"] * slot + 2 * made.defines["RUN"] * _query_bytes(heads, dim, keys)
+    run.allow_shared_bytes(shared)
     return run, shared
 
 
