@@ -4,7 +4,8 @@
 //   positions, cut by the actual length; a share of up to THREADS * HELD is read once and held in registers, a longer one is
 //   read four times. Three histograms (11, 11 and 10 bits of the order-preserving integer of a score), summed over the cluster
 //   through distributed shared memory where the search for the rank goes, give the least selected score and how many of its
-//   equals are; then the positions are written in order. A row of at most top_k positions is written without reading scores.
+//   equals are; the last one only where not all scores of the second one's bin are selected (equals, or nearly). Then the
+//   positions are written in order. A row of at most top_k positions is written without reading scores.
 // Ownership: every element of out [n, top_k] is written once, by one thread.
 // Preconditions: scores of positions [0, min(length, max_len)) of a row longer than top_k are written; rows start at multiples
 //   of 16 bytes and may be read up to the next such multiple; top_k >= 1; no NaN.
@@ -23,7 +24,7 @@ static_assert(WARPS <= 32, "a warp scans one number per warp");
 struct Shared {
     u32 bins[3][HIGH_BINS];         // the third has LOW_BINS
     u32 coarse[3][HIGH_BINS / 32];  // sums of 32 bins
-    u32 bin[3], rest[3];
+    u32 bin[3], rest[3], whole;  // whole: of the last bin that was searched, all are wanted
     u32 above, equal;  // of this CTA
     u32 counts[2][WARPS];
 };
@@ -34,11 +35,14 @@ __device__ __forceinline__ u32 ordered(float score) {
     return u == 0x7fffffffu ? 0x80000000u : u;
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
-    if (CLUSTER == 1) __syncthreads();
-    else cluster_arrive(), cluster_wait();
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        cluster_wait();
+    }
 }
 
 __device__ __forceinline__ u32 remote(const u32* p, u32 rank) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ void find(Shared& s, int pass, u32 need) {
         const int bin = coarse * 32 + 31 - lane;
         sum = sum_of_cluster(&s.bins[pass][bin]);
         before = scan(sum) - sum;
-        if (before < rest && rest <= before + sum) s.bin[pass] = bin, s.rest[pass] = rest - before;
+        if (before < rest && rest <= before + sum) s.bin[pass] = bin, s.rest[pass] = rest - before, s.whole = rest == before + sum;
         __syncwarp();
     }
 }
@@ -185,22 +189,28 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
     find<HIGH_BINS>(s, 1, s.rest[0]);
     __syncthreads();
     prefix = prefix << 11 | s.bin[1];
-    visit([&](u32 u) { if (u >> 10 == prefix) atomicAdd(&s.bins[2][u & 1023], 1); });
-    find<LOW_BINS>(s, 2, s.rest[1]);
+    const bool whole = s.whole;  // the same in every CTA
+    if (!whole) {
+        visit([&](u32 u) { if (u >> 10 == prefix) atomicAdd(&s.bins[2][u & 1023], 1); });
+        find<LOW_BINS>(s, 2, s.rest[1]);
+    }
     if (CLUSTER > 1 && warp == 0) {
-        const u32 sum = above<HIGH_BINS>(s, 0, s.bin[0]) + above<HIGH_BINS>(s, 1, s.bin[1]) + above<LOW_BINS>(s, 2, s.bin[2]);
+        u32 sum = above<HIGH_BINS>(s, 0, s.bin[0]) + above<HIGH_BINS>(s, 1, s.bin[1]);
+        if (!whole) sum += above<LOW_BINS>(s, 2, s.bin[2]);
+        else if (lane == 0) sum += s.bins[1][s.bin[1]];
         const u32 total = __reduce_add_sync(~0u, sum);
-        if (lane == 0) s.above = total, s.equal = s.bins[2][s.bin[2]];
+        if (lane == 0) s.above = total, s.equal = whole ? 0 : s.bins[2][s.bin[2]];
     }
     cluster_barrier();
-    const u32 least = prefix << 10 | s.bin[2], wanted = s.rest[2];  // all above `least`, and the first `wanted` equal to it
+    // Selected are all above `least`, and the first `wanted` equal to it.
+    const u32 least = whole ? (prefix << 10) - 1 : prefix << 10 | s.bin[2], wanted = whole ? 0 : s.rest[2];
 
     u32 above_before = 0, equal_before = 0;  // in the shares of lower ranks
     if (CLUSTER > 1) {
         if (lane < rank) above_before = remote(&s.above, lane), equal_before = remote(&s.equal, lane);
         above_before = __reduce_add_sync(~0u, above_before);
         equal_before = __reduce_add_sync(~0u, equal_before);
-        cluster_arrive();  // nothing of another CTA is read any more
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nothing of another CTA is read any more
     }
     for (int base = low, parity = 0; base < high; base += WARPS * each * 32, parity ^= 1) {
         const int first = base + warp * each * 32;  // lane j of a warp owns the warp's j-th word
