@@ -3,14 +3,15 @@
 // Geometry: a persistent grid of any size, WARPS warps. A unit is 32 consecutive positions of a segment: a run of at most RUN rows
 //   that name the same seat, so that a prefill chunk or the rows of a verification read a key once per RUN rows. Every CTA
 //   derives the same list of units from seats and lengths, weighs a unit by its work, and takes an equal, contiguous share of
-//   it, whose units its warps take in turn. So the grid depends on shapes alone (a captured graph), the work on lengths alone.
-// Ownership: a warp owns its units and writes out[row][p] once, for p < length(row), of rows whose length exceeds top_k;
-//   nothing else of `out` is written.
-// Phases of a warp and unit: its keys have come to the warp's slot of shared memory, by one bulk copy per page; they move to
-//   registers, and the copy of the warp's next unit starts (the page after that is looked up); then they meet the queries of
-//   the run, which lie in shared memory. bfloat16: 32 keys are the A operand of mma.m16n8k16. fp8 (128 e4m3, then a float32
-//   scale: 132 bytes) is the same after bfloat16 has been made of the codes. float32: a lane holds one key, which it reads
-//   itself, plain FMA, no TF32.
+//   it; its warps take the share's units one after the other, as they get done. So the grid depends on shapes alone (a
+//   captured graph), and the work on the lengths alone.
+// Ownership: a warp owns the units that it took and writes out[row][p] once, for p < length(row), of rows whose length exceeds
+//   top_k; nothing else of `out` is written.
+// Ordering: a warp has one unit's keys in registers, the next one's on their way to its slot of shared memory (one bulk copy a
+//   page, an mbarrier each), and the page of the one after that looked up. The queries of a segment lie in shared memory; those
+//   of the CTA's next one come meanwhile, and a barrier per segment separates them.
+// Products: bfloat16: 32 keys are the A operand of mma.m16n8k16. fp8 (128 e4m3, then a float32 scale: 132 bytes) is the same
+//   after bfloat16 has been made of the codes. float32: a lane holds one key, which it reads itself, plain FMA, no TF32.
 // Preconditions: n <= MAX_ROWS; q and weights contiguous, 16-byte aligned; a page's rows start at multiples of 16 bytes
 //   (fp8: pages do, and hold their rows without gaps);
 //   max_len <= pages * BLOCK_SIZE (a longer row is cut; the selection reports it); DIM % 32 == 0; BLOCK_SIZE a power of two.
@@ -18,8 +19,8 @@
 //   length, or of a missing page, is never loaded (fp8: up to 12 bytes behind a length are, and have no effect).
 // Determinism: a score is a function of its row and key alone; only which error is reported first depends on timing.
 //
-// Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), WARPS, DEPTH, RUN,
-//   LONG_SEATS, LONG_LENGTHS (1: int64).
+// Defines: HEADS, DIM, BLOCK_SIZE, KEYS (0 bfloat16, 1 float32, 2 fp8 with bfloat16 queries), WARPS, RUN, LONG_SEATS,
+//   LONG_LENGTHS (1: int64).
 
 #include "indexer.cuh"
 
@@ -32,21 +33,20 @@ constexpr int Q_BYTES = DIM * ITEM, Q_BUFFER = PADDED_HEADS * Q_BYTES;
 constexpr bool SWIZZLED = !FLOAT32 && Q_BYTES % 128 == 0;  // odd heads: halves of 128 bytes change places, for the banks
 constexpr int KEY_BYTES = FP8 ? DIM + 4 : Q_BYTES, SLOT_BYTES = FLOAT32 ? 0 : UNIT * KEY_BYTES;
 constexpr int PIECE = BLOCK_SIZE < UNIT ? BLOCK_SIZE : UNIT;  // neighbouring keys of a unit that lie in one page
-static_assert(DIM % 32 == 0 && HEADS >= 1 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "unsupported shape");
+static_assert(DIM % 32 == 0 && HEADS >= 1 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0 && WARPS <= 32, "unsupported shape");
 static_assert(!FP8 || (DIM == 128 && PIECE == UNIT), "an fp8 key has 128 values; 32 neighbours lie in one page");
-constexpr int ROWS_EACH = (MAX_ROWS + THREADS - 1) / THREADS, LISTED = ROWS_EACH * THREADS;  // rows of a thread in the list
 
-extern __shared__ __align__(128) char shared[];  // a slot for each warp, then queries [RUN][Q_BUFFER]
+extern __shared__ __align__(16) char shared[];  // a slot for each warp, then queries [2][RUN][Q_BUFFER]
 
 struct Shared {
-    int seat[LISTED], length[LISTED], ends[LISTED];  // ends: inclusive sum of costs
-    short rows[LISTED];                              // of the segment that starts here, 0 = none does
-    int longest[LISTED];                             // of the segment
+    int seat[MAX_ROWS], length[MAX_ROWS], ends[MAX_ROWS];  // ends: inclusive sum of costs
+    short rows[MAX_ROWS];                                  // of the segment that starts here, 0 = none does
+    int longest[MAX_ROWS];                                 // of the segment
     int partial[WARPS];
     int start;    // row whose segment the CTA's share starts in
     int claimed;  // units of the share that warps have taken
-    float weights[RUN][PADDED_HEADS];  // times scale
-    u64 arrived[WARPS * DEPTH];        // an mbarrier of each slot
+    float weights[2][RUN][PADDED_HEADS];
+    u64 arrived[WARPS];  // an mbarrier of each slot
 };
 
 __device__ __forceinline__ void report(int* status, int seat, i64 position, int row) {
@@ -61,6 +61,10 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 
 __device__ __forceinline__ void copy_async16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_async4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ int units_of(int length) { return (length + UNIT - 1) / UNIT; }
@@ -83,18 +87,18 @@ __device__ __forceinline__ Share list_segments(Shared& s, const seat_t* seats, c
         s.length[i] = seat >= 0 && l > top_k ? (int)l : 0;
     }
     __syncthreads();
-    int costs[ROWS_EACH], sum = 0;
-#pragma unroll
-    for (int j = 0; j < ROWS_EACH; j++) {
-        const int i = tid * ROWS_EACH + j;
+    const int rows_each = (n + THREADS - 1) / THREADS, from = tid * rows_each, to = min(from + rows_each, n);
+    int sum = 0;
+#pragma unroll 1
+    for (int i = from; i < to; i++) {
         int rows = 0, longest = 0;
-        if (i < n && (i % RUN == 0 || s.seat[i] != s.seat[i - 1])) {
+        if (i % RUN == 0 || s.seat[i] != s.seat[i - 1]) {
             do longest = max(longest, s.length[i + rows]), rows++;
             while ((i + rows) % RUN && i + rows < n && s.seat[i + rows] == s.seat[i]);
         }
         s.rows[i] = (short)rows;
         s.longest[i] = longest;
-        sum += costs[j] = units_of(longest) * (rows + LOAD_COST);
+        sum += s.ends[i] = units_of(longest) * (rows + LOAD_COST);
     }
     int ends = sum;
     for (int d = 1; d < 32; d *= 2) {
@@ -107,10 +111,10 @@ __device__ __forceinline__ Share list_segments(Shared& s, const seat_t* seats, c
     ends += __reduce_add_sync(~0u, lane < warp ? partial : 0) - sum;
     const int each = total / (int)gridDim.x, more = total % (int)gridDim.x, cta = blockIdx.x;
     const int low = cta * each + min(cta, more), high = low + each + (cta < more);
-#pragma unroll
-    for (int j = 0; j < ROWS_EACH; j++) {
-        const int before = ends, i = tid * ROWS_EACH + j;
-        s.ends[i] = ends += costs[j];
+#pragma unroll 1
+    for (int i = from; i < to; i++) {
+        const int before = ends;
+        s.ends[i] = ends += s.ends[i];
         if (before <= low && low < ends) s.start = i;
     }
     __syncthreads();
@@ -146,11 +150,11 @@ struct Part {
 };
 
 // Queries and weights of a run of rows; not there before a wait and a barrier.
-__device__ __forceinline__ void load_queries(char* queries, Shared& s, const char* q, const float* weights, float scale, i64 row,
+__device__ __forceinline__ void load_queries(char* queries, float* run_weights, const char* q, const float* weights, i64 row,
                                              int rows) {
     constexpr int PARTS = Q_BYTES / 16;
     const char* from = q + row * (HEADS * Q_BYTES);
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x; i < rows * HEADS * PARTS; i += THREADS) {
         const int head = i / PARTS % HEADS, part = i % PARTS;
         const int place = FP8 ? part % 4 * 4 + part / 4 : part;  // fp8: lane t of a quad holds values 32t to 32t + 31
@@ -159,17 +163,16 @@ __device__ __forceinline__ void load_queries(char* queries, Shared& s, const cha
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * HEADS; i += THREADS)
-        s.weights[i / HEADS][i % HEADS] = weights[row * HEADS + i] * scale;
+        copy_async4(shared_address(run_weights + i / HEADS * PADDED_HEADS + i % HEADS), weights + row * HEADS + i);
 }
 
-// What is on its way to the warp's slots, and the page that is needed next. A lane knows the page of one key of a unit.
+// What is on its way to the warp's slot, and the page that is needed next. A lane knows the page of one key of a unit.
 struct Feed {
-    char* slot;      // [DEPTH]
-    u64* arrived;    // [DEPTH]
+    char* slot;
+    u64* arrived;
     const char* pages;
     i64 block_bytes, row_bytes;
-    int block;       // of the unit to be asked for next
-    int turn;        // slot that comes next
+    int block;  // of the unit to be asked for next
     u32 parity;
 
     __device__ __forceinline__ void look_up(const int* blocks, int first, int longest) {
@@ -177,37 +180,33 @@ struct Feed {
         block = p < longest ? blocks[p / BLOCK_SIZE] : 0;
     }
 
-    // Asks for the unit that was looked up, to a slot that nobody reads any more. Returns its keys that have no page.
-    __device__ __forceinline__ u32 ask(int to, int first, int longest, int seat, int row, int* status) {
+    // Asks for the unit that was looked up; nobody reads the slot any more. Returns its keys that have no page.
+    __device__ __forceinline__ u32 ask(int first, int longest, int seat, int row, int* status) {
         const int lane = threadIdx.x & 31, p = first + lane;
         const bool dense = row_bytes == KEY_BYTES;
         const int keys = !dense ? p < longest : lane % PIECE ? 0 : min(max(longest - p, 0), PIECE);
         const u32 bytes = block > 0 ? (keys * KEY_BYTES + 15) & ~15 : 0;
         const u32 missing = __ballot_sync(~0u, p < longest && block <= 0);
         if (__builtin_expect(p < longest && block <= 0, 0)) report(status, seat, p, row);
-        const u32 all = __reduce_add_sync(~0u, bytes), barrier = shared_address(arrived + to);
+        const u32 all = __reduce_add_sync(~0u, bytes), barrier = shared_address(arrived);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(all) : "memory");
         __syncwarp();
         if (bytes) {
             const char* from = pages + block * block_bytes + p % BLOCK_SIZE * row_bytes;
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(shared_address(slot + to * SLOT_BYTES + lane * KEY_BYTES)), "l"(from), "r"(bytes), "r"(barrier)
-                         : "memory");
+                         ::"r"(shared_address(slot + lane * KEY_BYTES)), "l"(from), "r"(bytes), "r"(barrier) : "memory");
         }
         return missing;
     }
 
-    // The slot whose keys have come.
-    __device__ __forceinline__ int wait() {
-        const int now = turn;
+    __device__ __forceinline__ void wait() {
         u32 done = 0;
         while (!done)
             asm volatile("{\n\t.reg .pred p;\n\t"
                          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-                         "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(shared_address(arrived + now)), "r"(parity) : "memory");
-        if (++turn == DEPTH) turn = 0, parity ^= 1;
-        return now;
+                         "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(shared_address(arrived)), "r"(parity) : "memory");
+        parity ^= 1;
     }
 };
 
@@ -227,7 +226,8 @@ struct Keys {
         for (int c = 0; c < DIM / 4; c++) part[c] = block > 0 ? from[c] : make_float4(0, 0, 0, 0);
     }
 
-    __device__ __forceinline__ void score(const char* query, const float* weights, float* out, int first, int length) const {
+    __device__ __forceinline__ void score(const char* query, const float* weights, float scale, float* out, int first,
+                                          int length) const {
         float total = 0;
 #pragma unroll 1
         for (int h = 0; h < HEADS; h++) {
@@ -242,7 +242,7 @@ struct Keys {
             total = fmaf(weights[h], fmaxf((sum.x + sum.y) + (sum.z + sum.w), 0.f), total);
         }
         const int p = first + (threadIdx.x & 31);
-        if (p < length) out[p] = missing ? -__int_as_float(0x7f800000) : total;
+        if (p < length) out[p] = missing ? -__int_as_float(0x7f800000) : total * scale;
     }
 };
 #else
@@ -280,8 +280,18 @@ struct Keys {
                 part[j][c].z = to_bfloat16(__byte_perm(high, 0, 0x1404)), part[j][c].w = to_bfloat16(__byte_perm(high, 0, 0x3424));
             }
 #else
+            const uint4* from = (const uint4*)key + t;
+            if (SWIZZLED) {  // lanes of odd keys read the halves of 128 bytes the other way round, for the banks
+                const bool odd = g & 1;
 #pragma unroll
-            for (int c = 0; c < DIM / 32; c++) part[j][c] = *(const uint4*)(key + c * 64 + t * 16);
+                for (int c = 0; c < DIM / 32; c += 2) {
+                    const uint4 a = from[c * 4 + odd * 4], b = from[c * 4 + 4 - odd * 4];
+                    part[j][c] = odd ? b : a, part[j][c + 1] = odd ? a : b;
+                }
+            } else {
+#pragma unroll
+                for (int c = 0; c < DIM / 32; c++) part[j][c] = from[c * 4];
+            }
 #endif
         }
     }
@@ -291,7 +301,8 @@ struct Keys {
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 
-    __device__ __forceinline__ void score(const char* query, const float* weights, float* out, int first, int length) const {
+    __device__ __forceinline__ void score(const char* query, const float* weights, float scale, float* out, int first,
+                                          int length) const {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         float total[GROUPS] = {};
         constexpr int STEP = PADDED_HEADS % 16 ? 1 : 2;  // blocks of 8 heads at once: independent chains of mma
@@ -304,7 +315,7 @@ struct Keys {
             for (int c = 0; c < DIM / 32; c++) {
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
-                    const uint4 v = *(const uint4*)(head + i * 8 * Q_BYTES + (c & ~1) * 64 + ((c & 1) ? 64 - swap : swap));
+                    const uint4 v = *(const uint4*)(head + i * 8 * Q_BYTES + (c & ~1) * 64 + (c & 1 ? 64 - swap : swap));
 #pragma unroll
                     for (int m = 0; m < GROUPS / 2; m++) {
                         const uint4 &low = part[2 * m][c], &high = part[2 * m + 1][c];
@@ -335,7 +346,7 @@ struct Keys {
             if (t == j) mine = total[j];
         }
         const int key = t * 8 + g, p = first + key;
-        if (p < length) out[p] = missing >> key & 1 ? -__int_as_float(0x7f800000) : mine;
+        if (p < length) out[p] = missing >> key & 1 ? -__int_as_float(0x7f800000) : mine * scale;
     }
 };
 #endif
@@ -344,14 +355,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 indexer_scores(const char* q, const float* weights, const char* pages, i64 block_bytes, i64 row_bytes, const int* table,
                i64 table_stride, const seat_t* seats, const length_t* lengths, i64 n, i64 top_k, float scale, i64 max_len,
                float* out, i64 out_stride, int* status) {
-    char* const queries = shared + WARPS * DEPTH * SLOT_BYTES;
+    char* const queries = shared + WARPS * SLOT_BYTES;
     __shared__ Shared s;
     const int warp = threadIdx.x / 32, num = (int)n;
     if (HEADS < PADDED_HEADS) {  // padding heads add 0 * 0
-        for (int i = threadIdx.x; i < RUN * Q_BUFFER / 4; i += THREADS) ((int*)queries)[i] = 0;
-        for (int i = threadIdx.x; i < RUN * PADDED_HEADS; i += THREADS) s.weights[0][i] = 0;
+        for (int i = threadIdx.x; i < 2 * RUN * Q_BUFFER / 4; i += THREADS) ((int*)queries)[i] = 0;
+        for (int i = threadIdx.x; i < 2 * RUN * PADDED_HEADS; i += THREADS) s.weights[0][0][i] = 0;
     }
-    if (threadIdx.x < WARPS * DEPTH) {
+    if (threadIdx.x < WARPS) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&s.arrived[threadIdx.x])) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -360,14 +371,10 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
     if (share.low >= share.high) return;
     Part here = Part::of(s, s.start, share, 0);
     if (!here.exists()) here.advance(s, num, share);
-    if (here.exists()) load_queries(queries, s, q, weights, scale, here.row, here.rows);
+    if (here.exists()) load_queries(queries, s.weights[0][0], q, weights, here.row, here.rows);
 
-    struct Asked {
-        int row, unit;  // row: of its part; -1 = none
-        u32 missing;
-    } asked[DEPTH];
-    Feed feed{shared + warp * DEPTH * SLOT_BYTES, &s.arrived[warp * DEPTH], pages, block_bytes, row_bytes, 0, 0, 0};
-    Part ahead = here;  // where the claimed unit lies
+    Feed feed{shared + warp * SLOT_BYTES, &s.arrived[warp], pages, block_bytes, row_bytes, 0, 0};
+    Part ahead = here;  // where the unit that was claimed last lies
     int unit = 0;
     const auto claim = [&](int number) {
         while (ahead.exists() && number - ahead.before >= ahead.end - ahead.first) ahead.advance(s, num, share);
@@ -375,47 +382,48 @@ indexer_scores(const char* q, const float* weights, const char* pages, i64 block
         if (!FLOAT32 && ahead.exists())
             feed.look_up(table + s.seat[ahead.row] * table_stride, unit * UNIT, s.longest[ahead.row]);
     };
-    const auto ask = [&](int slot) {
-#pragma unroll
-        for (int i = 1; i < DEPTH; i++) asked[i - 1] = asked[i];
-        asked[DEPTH - 1] = {-1, 0, 0};
+    int asked_row, asked_unit;  // row: of its part, -1 = none
+    u32 asked_missing = 0;
+    const auto ask = [&] {
+        asked_row = -1;
         if (!ahead.exists()) return;
-        u32 missing = 0;
-        if (!FLOAT32) missing = feed.ask(slot, unit * UNIT, s.longest[ahead.row], s.seat[ahead.row], ahead.row, status);
-        asked[DEPTH - 1] = {ahead.row, unit, missing};
+        if (!FLOAT32) asked_missing = feed.ask(unit * UNIT, s.longest[ahead.row], s.seat[ahead.row], ahead.row, status);
+        asked_row = ahead.row, asked_unit = unit;
         int next = 0;
         if ((threadIdx.x & 31) == 0) next = atomicAdd(&s.claimed, 1);
         claim(__shfl_sync(~0u, next, 0));
     };
     claim(warp);
-#pragma unroll 1
-    for (int i = 0; i < DEPTH; i++) ask(i);
-    while (here.exists()) {
+    ask();
+    for (int now = 0; here.exists(); now ^= 1) {
         asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
-        while (asked[0].row == here.row) {
-            const int first = asked[0].unit * UNIT;
+        __syncthreads();  // the queries are there, and nobody reads the other ones any more
+        const char* const run = queries + now * RUN * Q_BUFFER;
+        Part next = here;
+        next.advance(s, num, share);
+        if (next.exists())
+            load_queries(queries + (now ^ 1) * RUN * Q_BUFFER, s.weights[now ^ 1][0], q, weights, next.row, next.rows);
+        while (asked_row == here.row) {
+            const int first = asked_unit * UNIT;
             Keys keys;
 #if KEYS == 1
             keys.load(pages, block_bytes, row_bytes, table + s.seat[here.row] * table_stride, first, s.longest[here.row],
                       s.seat[here.row], here.row, status);
-            ask(0);
+            ask();
 #else
-            keys.missing = asked[0].missing;
-            const int slot = feed.wait();
-            keys.load(feed.slot + slot * SLOT_BYTES);
+            keys.missing = asked_missing;
+            feed.wait();
+            keys.load(feed.slot);
             __syncwarp();
-            ask(slot);
+            ask();
 #endif
 #pragma unroll 1
             for (int r = 0; r < here.rows; r++) {
-                const int length = s.length[here.row + r];
-                if (first < length)
-                    keys.score(queries + r * Q_BUFFER, s.weights[r], out + (here.row + r) * out_stride, first, length);
+                const i64 row = here.row + r;
+                if (first < s.length[row])
+                    keys.score(run + r * Q_BUFFER, s.weights[now][r], scale, out + row * out_stride, first, s.length[row]);
             }
         }
-        here.advance(s, num, share);
-        __syncthreads();  // nobody reads the queries any more
-        if (here.exists()) load_queries(queries, s, q, weights, scale, here.row, here.rows);
+        here = next;
     }
 }

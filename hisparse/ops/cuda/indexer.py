@@ -19,10 +19,10 @@ MAX_ROWS = 1024
 FP8_DIM = 128
 """Values of an fp8 key, which has one scale: 132 bytes."""
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
-_WARPS, _UNIT, _DEPTH = 8, 32, 2
-"""Of a CTA of the scores kernel; keys that a warp scores at once; how many times that are on their way to it."""
-_QUERY_BYTES = 64 << 10
-"""Most bytes of queries that a CTA holds: rows of a seat that share one reading of its keys."""
+_UNIT = 32
+"""Keys that a warp scores at once, while as many are on their way to it."""
+_QUERY_BYTES = 48 << 10
+"""Most bytes of queries of a run: rows of a seat that share one reading of its keys. A CTA holds two runs."""
 
 
 def scores_instance(*, heads: int, dim: int, block_size: int, keys: torch.dtype, long_seats: bool,
@@ -30,14 +30,19 @@ def scores_instance(*, heads: int, dim: int, block_size: int, keys: torch.dtype,
     """The variant of the scores kernel for a shape and a dtype of the pages."""
     run = max(1, min(16, _QUERY_BYTES // _query_bytes(heads, dim, keys)))
     return Instance("indexer_scores.cu", "indexer_scores", {
-        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "KEYS": _DTYPES[keys], "WARPS": _WARPS, "DEPTH": _DEPTH,
-        "RUN": run, "LONG_SEATS": int(long_seats), "LONG_LENGTHS": int(long_lengths),
+        "HEADS": heads, "DIM": dim, "BLOCK_SIZE": block_size, "KEYS": _DTYPES[keys], "WARPS": _warps(dim, keys), "RUN": run,
+        "LONG_SEATS": int(long_seats), "LONG_LENGTHS": int(long_lengths),
     })
 
 
 def _query_bytes(heads: int, dim: int, keys: torch.dtype) -> int:
     """Of one row, its heads padded to a multiple of 8."""
     return -(-heads // 8) * 8 * dim * (4 if keys == torch.float32 else 2)
+
+
+def _warps(dim: int, keys: torch.dtype) -> int:
+    """Of a CTA. On an H200, 8 are as fast over bfloat16 keys, but slower over fp8 ones and in prefill; 16 lack registers."""
+    return 8 if keys == torch.float32 else 12 * 128 // max(dim, 128)
 
 
 def keys_instance(*, dim: int, block_size: int, given: torch.dtype, pages: torch.dtype, long_seats: bool,
@@ -164,7 +169,7 @@ def index_scores(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats
         programs = min(num_processors(q.device), num * -(-max_len // _UNIT))
     run, shared = _scores_kernel(heads, dim, size, pages.dtype, seats.dtype == torch.int64,
                                  lengths.dtype == torch.int64, torch.cuda.current_device())
-    run((programs,), 32 * _WARPS, [
+    run((programs,), 32 * _warps(dim, pages.dtype), [
         _aligned(q), weights.contiguous(), pages, pages.stride(0) * item, pages.stride(1) * item, table, table.stride(0),
         seats, lengths, num, top_k, float(scale), max_len, out, out.stride(0), status,
     ], shared_bytes=shared)
@@ -202,7 +207,7 @@ def _scores_kernel(heads: int, dim: int, block_size: int, keys: torch.dtype, lon
                            long_lengths=long_lengths)
     run = kernel(made.source, made.function, **made.defines)
     slot = 0 if keys == torch.float32 else _UNIT * (FP8_DIM + 4 if keys == torch.uint8 else dim * 2)
-    shared = _WARPS * _DEPTH * slot + made.defines["RUN"] * _query_bytes(heads, dim, keys)
+    shared = made.defines["WARPS"] * slot + 2 * made.defines["RUN"] * _query_bytes(heads, dim, keys)
     run.allow_shared_bytes(shared)
     return run, shared
 
