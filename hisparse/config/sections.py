@@ -172,9 +172,11 @@ class PDConfig(_Section):
     transfer_deadline_s: float = Field(20.0, gt=0, description="An import without completion fails after this.")
     staging_slots: int = Field(8, ge=1, description="Slots of the staging pool for HOST landings; one prefill engine gets half "
                                "of them at most.")
-    staging_slot_pages: int | None = Field(None, ge=1, description="Whole pages per staging slot; default 16 MiB of them.")
+    staging_slot_pages: int | None = Field(None, ge=1, description="Whole pages per staging slot; default 16 MiB, "
+                                           "on CUDA 32 MiB of them.")
     transfer_threads: int | None = Field(None, ge=0, le=16, description="Threads of UCX that share an import's READs on a "
-                                         "decode rank; default 2 between CPUs, 0 (one thread reads all) for GPU memory.")
+                                         "decode rank; default 2 between CPUs, 4 from 8 cores on; 0 (one thread reads all) "
+                                         "for GPU memory.")
     gpu_reads: Literal["mapped", "ucx"] = Field("mapped", description="GPU memory of a prefill engine on the same host: mapped "
                                                 "= read by a kernel through CUDA IPC where that is possible; ucx = by UCX.")
     landing_path: Literal["staged", "direct"] = Field("direct", description="How pages reach the host pool: direct = READs "

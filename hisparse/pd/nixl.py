@@ -13,8 +13,10 @@ before it: over TCP UCX may abort a process that is answering when its connectio
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +42,11 @@ class NixlRead:
     error: str = ""
 
 
-READ_THREADS = 2
-"""Between CPUs UCX copies with the thread that asks: one alone reaches half of a memcpy, two reach 0.5 to 0.8."""
-SPLIT_DESCRIPTORS, PIECE_BYTES = 4, 128 << 10
-"""A thread's share of a READ between CPUs is at least so many descriptors, and none has more bytes: shares are equal then."""
-
+READ_THREADS = 4 if (os.cpu_count() or 1) >= 8 else 2
+"""Between CPUs UCX copies with the thread that asks: one alone reaches half of a memcpy, two 0.8, four on 16 cores 1.4."""
+SPLIT_DESCRIPTORS, PIECE_BYTES, MIN_CUT_BYTES = 16, 128 << 10, 4 << 20
+"""A thread's share of a READ between CPUs is at least so many descriptors. A READ of MIN_CUT_BYTES is cut into pieces, so that
+shares are equal, and that those of a slot, few and long, are shared at all."""
 
 FINISH_S = 1.0
 """What the READs of other peers get to complete before the agent ends. Within the time that closing an endpoint may take."""
@@ -120,14 +122,10 @@ class NixlTransport:
         if handle.xfer is None and not handle.done:
             raise TransferError(f"this READ from {handle.peer} was released")
         if not handle.done:
-            try:
-                state = self._agent.check_xfer_state(handle.xfer)
-            except Exception as error:
+            state, why = _ask(lambda: self._agent.check_xfer_state(handle.xfer))
+            if why or state == "ERR":
                 self._end(handle, loud=True)
-                raise PeerLost(f"READ from {handle.peer}: {_words(error)}") from error
-            if state == "ERR":
-                self._end(handle, loud=True)
-                raise PeerLost(f"READ from {handle.peer} failed")
+                raise PeerLost(f"READ from {handle.peer}: {why or 'failed'}")
             handle.done = state == "DONE"
         if handle.done:
             self._end(handle, loud=False)
@@ -136,10 +134,9 @@ class NixlTransport:
     def notify(self, peer: str, message: bytes) -> None:
         if peer not in self._peers:
             raise TransferError(f"agent {peer} is not connected")
-        try:
-            self._agent.send_notif(peer, message)
-        except Exception as error:
-            raise TransferError(f"notice to {peer}: {_words(error)}") from error
+        _, why = _ask(lambda: self._agent.send_notif(peer, message))
+        if why:
+            raise TransferError(f"notice to {peer}: {why}")
 
     def notices(self) -> list[bytes]:
         if self._agent is not None:
@@ -157,10 +154,9 @@ class NixlTransport:
         else:
             for read in list(state.reads):
                 self._end(read, loud=False)
-            try:
-                self._agent.remove_remote_agent(peer)
-            except Exception as error:
-                raise TransferError(f"cannot remove NIXL agent {peer}: {_words(error)}") from error
+            _, why = _ask(lambda: self._agent.remove_remote_agent(peer))
+            if why:
+                raise TransferError(f"cannot remove NIXL agent {peer}: {why}")
         for read in state.reads:
             read.xfer = None
         del self._peers[peer]
@@ -182,20 +178,18 @@ class NixlTransport:
         return agent
 
     def _register(self, address: int, num_bytes: int, gpu: int) -> None:
-        try:
-            self._registrations.append(self._agent.register_memory([(address, num_bytes, max(gpu, 0), "")], _kind(gpu)))
-        except Exception as error:
+        registration, why = _ask(lambda: self._agent.register_memory([(address, num_bytes, max(gpu, 0), "")], _kind(gpu)))
+        if why:
             fix = ("check `ulimit -l` (memlock)" if gpu == CPU else
                    "UCX must have its CUDA modules (cuda_copy, cuda_ipc) and find libcuda.so.1")
             where = "of CPU memory" if gpu == CPU else f"of GPU {gpu}"
-            raise TransferError(f"NIXL cannot register {num_bytes} bytes {where} at {address:#x}: {_words(error)}; {fix}"
-                                ) from error
+            raise TransferError(f"NIXL cannot register {num_bytes} bytes {where} at {address:#x}: {why}; {fix}")
+        self._registrations.append(registration)
 
     def _add(self, peer: str, metadata: bytes) -> None:
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise TransferError(f"cannot add NIXL agent {peer}: {_words(error)}") from error
+        name, why = _ask(lambda: self._agent.add_remote_agent(metadata))
+        if why:
+            raise TransferError(f"cannot add NIXL agent {peer}: {why}")
         name = name.decode() if isinstance(name, bytes) else str(name)
         if name != peer:
             with contextlib.suppress(Exception):
@@ -273,27 +267,21 @@ class NixlTransport:
             raise PeerLost(f"READ from {peer}: there is no agent at present")
         far_gpu = self._peers[peer].ranges.device_of(descriptors[:, 0], descriptors[:, 2])
         near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
-        if self._threads and near_gpu == CPU:
+        if self._threads and near_gpu == CPU and int(descriptors[:, 2].sum()) >= MIN_CUT_BYTES:
             descriptors = cut(descriptors, PIECE_BYTES)
         far, near = np.zeros(descriptors.shape, np.uint64), np.zeros(descriptors.shape, np.uint64)
         far[:, 0], near[:, 0] = descriptors[:, 0], descriptors[:, 1]
         far[:, 1] = near[:, 1] = descriptors[:, 2]
         far[:, 2], near[:, 2] = max(far_gpu, 0), max(near_gpu, 0)
-        agent = self._agent
-        try:
-            local, remote = agent.get_xfer_descs(near, _kind(near_gpu)), agent.get_xfer_descs(far, _kind(far_gpu))
-            read.xfer = agent.initialize_xfer("READ", local, remote, peer)
-        except Exception as error:  # out of range, unregistered, unknown: nothing was posted
-            raise TransferError(f"READ from {peer} was refused: {_words(error)}") from error
+        read.xfer, why = _ask(lambda: self._agent.initialize_xfer(
+            "READ", self._agent.get_xfer_descs(near, _kind(near_gpu)), self._agent.get_xfer_descs(far, _kind(far_gpu)), peer))
+        if why:  # out of range, unregistered, unknown: nothing was posted
+            raise TransferError(f"READ from {peer} was refused: {why}")
         self._peers[peer].reads.add(read)
-        try:
-            state = agent.transfer(read.xfer)
-        except Exception as error:
+        state, why = _ask(lambda: self._agent.transfer(read.xfer))
+        if why or state == "ERR":
             self._end(read, loud=True)
-            raise PeerLost(f"READ from {peer}: {_words(error)}") from error
-        if state == "ERR":
-            self._end(read, loud=True)
-            raise PeerLost(f"READ from {peer} failed when posted")
+            raise PeerLost(f"READ from {peer}: {why or 'failed when posted'}")
         read.done = state == "DONE"
 
     def _end(self, read: NixlRead, *, loud: bool) -> None:
@@ -306,10 +294,9 @@ class NixlTransport:
         state.loud |= loud
 
     def _receive(self) -> None:
-        try:
-            news = self._agent.get_new_notifs()
-        except Exception as error:
-            raise TransferError(f"cannot poll notices: {_words(error)}") from error
+        news, why = _ask(lambda: self._agent.get_new_notifs())
+        if why:
+            raise TransferError(f"cannot poll notices: {why}")
         self._inbox += [bytes(message) for messages in news.values() for message in messages]
 
 
@@ -333,6 +320,15 @@ def _make_agent(name: str, progress_wait_us: int) -> Any:
 def _kind(gpu: int) -> str:
     """NIXL's name of the memory of a GPU, or of CPU memory (CPU)."""
     return "DRAM" if gpu == CPU else "VRAM"
+
+
+def _ask(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What the agent answers, and "" or why it does not. No exception of the agent goes any further: its traceback would keep
+    the agent, with its threads and READs, alive behind the call that ends it."""
+    try:
+        return call(), ""
+    except Exception as error:
+        return None, _words(error)
 
 
 def _words(error: Exception) -> str:

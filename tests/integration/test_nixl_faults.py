@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from hisparse.errors import ProtocolError
 from hisparse.pd.nixl import NixlTransport
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, PeerLost
 from hisparse.types import Landing
 from tests.integration.nixl_decode import SOURCE, Decode
 from tests.integration.nixl_faults import (
@@ -281,3 +282,39 @@ def test_a_hung_peer_is_silenced_and_reads_of_others_are_whole(monkeypatch: pyte
         for process in processes:
             process.kill()
             process.join(10)
+
+
+def test_the_agent_of_a_lost_peer_has_ended_when_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads could still write behind `disconnect`, were it kept alive by the error that is being handled."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    ours, theirs = mp.get_context("forkserver").Pipe()
+    process = mp.get_context("forkserver").Process(target=far_agent, args=(theirs, "lost", 0), daemon=True)
+    process.start()
+    transport, near, alive = NixlTransport("near"), np.zeros(NUM_BYTES, dtype=np.uint8), list[bool]()
+    make, agent = transport._make, weakref.ref(transport._agent)
+
+    def next_agent() -> object:
+        alive.append(agent() is not None)
+        return make()
+
+    monkeypatch.setattr(transport, "_make", next_agent)
+    try:
+        transport.register(near.ctypes.data, near.nbytes)
+        assert ours.poll(60)
+        metadata, address = ours.recv()
+        transport.connect("lost", metadata)
+        process.kill()
+        process.join(10)
+        starts = np.arange(PIECES, dtype=np.int64) * (NUM_BYTES // PIECES)
+        whole = np.stack([address + starts, near.ctypes.data + starts, np.full(PIECES, NUM_BYTES // PIECES)], axis=1)
+        deadline = time.monotonic() + 20.0
+        try:
+            read = transport.read("lost", whole)
+            while not transport.poll(read):
+                assert time.monotonic() < deadline
+        except PeerLost:
+            transport.disconnect("lost")
+        assert transport.replaced == 1 and alive == [False]
+    finally:
+        transport.close()
+        process.kill()
