@@ -288,7 +288,7 @@ def test_the_agent_of_a_lost_peer_has_ended_when_the_next_one_begins(monkeypatch
     """Its threads could still write behind `disconnect`, were it kept alive by the error that is being handled."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     ours, theirs = mp.get_context("forkserver").Pipe()
-    process = mp.get_context("forkserver").Process(target=far_agent, args=(theirs, "lost", 0), daemon=True)
+    process = mp.get_context("forkserver").Process(target=far_agent, args=(theirs, "lost", 0, "cpu"), daemon=True)
     process.start()
     transport, near, alive = NixlTransport("near"), np.zeros(NUM_BYTES, dtype=np.uint8), list[bool]()
     make, agent = transport._make, weakref.ref(transport._agent)
