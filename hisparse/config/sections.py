@@ -179,8 +179,8 @@ class PDConfig(_Section):
                                          "for GPU memory.")
     gpu_reads: Literal["mapped", "ucx"] = Field("mapped", description="GPU memory of a prefill engine on the same host: mapped "
                                                 "= read by a kernel through CUDA IPC where that is possible; ucx = by UCX.")
-    landing_path: Literal["staged", "direct"] = Field("direct", description="How pages reach the host pool: direct = READs "
-                                                      "end in the pool, but for pages on a GPU; staged = through slots.")
+    landing_path: Literal["staged", "direct"] = Field("staged", description="How pages reach the host pool: staged = through "
+                                                      "staging slots; direct = READs end in the pool (faster between CPUs).")
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute", description="When an import fails: compute the prompt on decode, or end the request with 503.")
     max_retries: int = Field(3, ge=0, description="Times that prefill is asked again before the first token, because it did "
