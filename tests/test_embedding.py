@@ -174,6 +174,22 @@ def test_a_decode_batch_is_so_many_rows_of_each_of_its_seats() -> None:
             hs.RowBatch.build(seats, range(len(seats)), rows_per_request=rows)
 
 
+def test_a_batch_is_checked_in_time_that_grows_with_its_rows() -> None:
+    """An engine builds one in each step."""
+    compared = []
+
+    class Seat(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return int(self) == other
+
+    seats = [Seat(seat) for seat in range(500)]
+    assert hs.RowBatch.build(seats, range(500)).num_rows == 500
+    assert len(compared) < 10 * len(seats)
+
+
 def test_gather_takes_each_entry_from_its_tier() -> None:
     nan = float("nan")
     device, host = torch.tensor([[nan, nan], [1.0, 2.0], [nan, nan]]), torch.tensor([[nan, nan], [3.0, 4.0]])

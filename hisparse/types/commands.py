@@ -94,7 +94,7 @@ class SparseKVPageTransfer(NamedTuple):
     Attributes:
         device_blocks: one block per resident group, in the order of `layout.residents`.
         after_forward: the copy goes behind this step's forward (else before it, at once).
-        copy_bytes: False = every row was mirrored by append; nothing is copied, the row mask decides durability.
+        copy_bytes: False = every row was mirrored when it was written; nothing is copied, the row mask decides durability.
     """
 
     id: int
@@ -129,7 +129,8 @@ class PageCopy:
 
 
 class MirrorSpan(NamedTuple):
-    """Host blocks behind pages that this step may write: append mirrors each written row there. -1 = skip the page."""
+    """Host blocks behind pages that this step may write: rows are mirrored there once every layer has appended.
+    -1 = skip the page."""
 
     seat: int
     first_page: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,9 +130,9 @@ def _check_requests(seats: list[int], rows: int) -> None:
     mixed = next((request for request in requests if len(set(request)) > 1), None)
     if mixed is not None:
         raise InvariantError(f"the {rows} rows of a request must share a seat (or all be padding), got seats {mixed}")
-    firsts = [request[0] for request in requests if request[0] >= 0]
-    twice = sorted({seat for seat in firsts if firsts.count(seat) > 1})
-    if twice:
+    counts = Counter(request[0] for request in requests if request[0] >= 0)
+    if len(counts) < counts.total():
+        twice = sorted(seat for seat, count in counts.items() if count > 1)
         raise InvariantError(
             f"a decode batch takes {rows} row{'s' * (rows > 1)} of a seat, got several requests of seats {twice}; put a seat's "
             "rows side by side and say how many with rows_per_request, or split the batch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -33,6 +35,7 @@ def test_each_is_compiled_once_at_the_same_time(instances, monkeypatch):
         return compile_cubin(instance, architecture)
 
     monkeypatch.setattr(module, "compile_cubin", slow)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)  # with one core they come one after the other
     for _ in range(3):
         module.compile_ahead(instances[:2])
     files = [module._ahead[instance.key()].result(60) for instance in instances[:2]]
@@ -44,3 +47,15 @@ def test_what_does_not_compile_is_told_when_it_is_needed(instances):
     module.compile_ahead(instances[2:])
     with pytest.raises(ConfigError, match=r"(?s)does not compile for sm_90a.*VALUE"):
         module._ahead[instances[2].key()].result(60)
+
+
+def test_a_process_that_ends_waits_for_what_is_being_compiled_alone():
+    program = """
+import os, threading
+from hisparse.ops.cuda import module
+os.cpu_count = lambda: 2
+module._cubin_file = lambda instance: (threading.main_thread().join(), os.write(1, b"%d " % instance.defines["VALUE"]))
+module.compile_ahead(module.Instance("fill.cu", "fill", {"VALUE": value}, "sm_90a") for value in range(6))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(done.stdout.split()) == ["0", "1"] and not done.stderr

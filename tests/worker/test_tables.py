@@ -118,6 +118,26 @@ def test_mirrors_hold_for_one_command():
         t.apply_mirrors([MirrorSpan(seat=0, first_page=7, host_blocks=(4, 5))])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_mirrors_are_those_of_the_last_command_whatever_came_before(seed):
+    """Most spans stay as they were; others go, change, come in between or change places."""
+    r, t, spans = random.Random(seed), tables(), []
+    for _ in range(200):
+        kind = r.random()
+        if kind < 0.2:
+            r.shuffle(spans)
+        elif kind < 0.5 and spans:
+            spans.pop(r.randrange(len(spans)))
+        elif kind < 0.9:
+            first = r.randint(0, 7)
+            hosts = tuple(r.randint(-1, 9) for _ in range(r.randint(0, 8 - first)))
+            spans.insert(r.randint(0, len(spans)), MirrorSpan(seat=r.randrange(3), first_page=first, host_blocks=hosts))
+        t.apply_mirrors(spans)
+        fresh = tables()
+        fresh.apply_mirrors(spans)
+        assert torch.equal(t.mirrors, fresh.mirrors), spans
+
+
 # ---- tables on another device: what the CPU knows is brought there
 
 

@@ -13,8 +13,9 @@ import os
 import struct
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,18 +208,34 @@ _ahead: dict[_Key, Future[Path]] = {}
 
 
 def compile_ahead(instances: Iterable[Instance]) -> None:
-    """Starts compiling instances of one architecture, each on a thread; `load` waits for the one that it needs.
+    """Starts compiling instances of one architecture on threads, at most one a core; `load` waits for the one that it needs.
 
     Several that a process will need one after the other are then there in the time of one or two. Returns at once; what does
-    not compile is `load`'s to tell.
+    not compile is `load`'s to tell. A process that ends waits for those that are being compiled and begins no other.
     """
-    missing = [instance for instance in instances if instance.key() not in _ahead]
-    if not missing:
-        return
-    pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), thread_name_prefix="nvrtc")
-    for instance in missing:
-        _ahead[instance.key()] = pool.submit(_cubin_file, instance)
-    pool.shutdown(wait=False)
+    waiting: deque[tuple[Instance, Future[Path]]] = deque()
+    for instance in instances:
+        if instance.key() not in _ahead:
+            _ahead[instance.key()] = Future()
+            waiting.append((instance, _ahead[instance.key()]))
+    for _ in range(min(len(waiting), os.cpu_count() or 1)):
+        threading.Thread(target=_compile_all, args=(waiting,), name="nvrtc").start()
+
+
+def _compile_all(waiting: deque[tuple[Instance, Future[Path]]]) -> None:
+    """On a thread that the end of the process waits for: NVRTC may not run beside it."""
+    while True:
+        try:
+            instance, future = waiting.popleft()
+        except IndexError:
+            return
+        if not threading.main_thread().is_alive():
+            future.cancel()
+            continue
+        try:
+            future.set_result(_cubin_file(instance))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _cubin_file(instance: Instance) -> Path:
