@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,8 @@ def _kernel(key: _Key, device: int) -> Kernel:
     try:
         with cupy.cuda.Device(device):
             if architecture:  # CuPy compiles for "sm_90" alone
-                ahead = _ahead.get(key)
-                module = cupy.RawModule(path=str(ahead.result() if ahead else _cubin_file(instance)))
+                wait([_ahead[key]] if key in _ahead else [])
+                module = cupy.RawModule(path=str(_cubin_file(instance)))  # what did not compile ahead is tried again
             else:
                 module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
             loaded = module.get_function(function).kernel
