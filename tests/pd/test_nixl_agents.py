@@ -1,0 +1,128 @@
+"""What NixlTransport makes of agents that end, cannot be made or do not take a peer back. The agent is played here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hisparse.errors import TransferError
+from hisparse.pd import nixl
+from hisparse.pd.nixl import NixlTransport
+from hisparse.pd.registered import RegisteredRanges
+from hisparse.pd.transport import PeerLost
+
+SIZE = 4096
+NEAR, FAR = 1 << 20, 1 << 30
+READ = np.array([[FAR, NEAR, SIZE]])
+
+
+class Agent:
+    """READs hang until `done` says otherwise."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.peers: set[str] = set()
+
+    def create_backend(self, kind: str, options: dict[str, str]) -> None:
+        if self._world.refuses:
+            raise RuntimeError("no memory for an agent")
+
+    def get_agent_metadata(self) -> bytes:
+        return b""
+
+    def register_memory(self, ranges: Any, kind: str) -> Any:
+        return ranges
+
+    def deregister_memory(self, registration: Any) -> None: ...
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        name = metadata.decode()
+        if name in self._world.unreachable:
+            raise RuntimeError("no route")
+        self.peers.add(name)
+        return name
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.peers.remove(name)
+
+    def get_xfer_descs(self, table: Any, kind: str) -> Any:
+        return table
+
+    def initialize_xfer(self, kind: str, near: Any, far: Any, peer: str) -> str:
+        if peer not in self.peers:
+            raise RuntimeError("nixlNotFoundError")
+        return peer
+
+    def transfer(self, xfer: str) -> str:
+        self._world.posted.append(xfer)
+        return "PROC"
+
+    def check_xfer_state(self, xfer: str) -> str:
+        return "DONE" if xfer in self._world.done else "PROC"
+
+    def release_xfer_handle(self, xfer: str) -> None: ...
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+class World:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses = False
+        self.unreachable: set[str] = set()
+        self.done: set[str] = set()
+        self.posted: list[str] = []
+        monkeypatch.setattr(nixl, "FINISH_S", 0.0)
+        monkeypatch.setattr(nixl, "_make_agent", lambda name, wait_us: Agent(self))
+        self.transport = NixlTransport("d")
+
+    def connect(self, *peers: str, device: int | None = None) -> None:
+        self.transport.register(NEAR, SIZE, device)
+        far = RegisteredRanges()
+        far.add(FAR, SIZE, device)
+        for peer in peers:
+            self.transport.connect(peer, far.wrap(peer.encode()))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_read_whose_agent_has_no_successor_yet_is_not_over(world: World) -> None:
+    """It is posted on the next agent: whoever was told that it is over would have given its pages to somebody else."""
+    world.connect("hung", "well")
+    transport = world.transport
+    transport.read("hung", READ)
+    read = transport.read("well", READ)
+    world.refuses = True
+    with pytest.raises(TransferError, match="cannot make"):
+        transport.disconnect("hung")
+    assert not transport.poll(read)
+    world.refuses = False
+    transport.disconnect("hung")
+    assert world.posted == ["hung", "well", "well"] and not transport.poll(read)
+    world.done = {"well"}
+    assert transport.poll(read)
+
+
+def test_a_peer_that_the_next_agent_does_not_take_is_lost_and_can_come_back(world: World) -> None:
+    world.connect("hung", "idle", "busy")
+    transport = world.transport
+    transport.read("hung", READ)
+    read = transport.read("busy", READ)
+    world.unreachable = {"idle", "busy"}
+    transport.disconnect("hung")
+    with pytest.raises(PeerLost, match="no route"):
+        transport.poll(read)
+    with pytest.raises(PeerLost, match="no route"):
+        transport.read("idle", READ)
+    for peer in ("idle", "busy"):
+        transport.disconnect(peer)
+    assert transport.replaced == 1, "nothing of them can be on its way"
+    world.unreachable = set()
+    world.connect("idle", "busy")
+    world.done = {"idle"}
+    assert transport.poll(transport.read("idle", READ))
