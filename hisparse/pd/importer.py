@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
@@ -334,8 +333,6 @@ class Importer:
     def _abort(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""
         self._fail(job, failure, reason)
-        if job.posted and self._memory.on_cuda:  # closing does not stop copies between GPUs that the device has begun
-            torch.cuda.synchronize(self._memory.cache.device)
         for read in job.posted:
             self._free_slot(read)
         job.posted.clear()

@@ -22,6 +22,7 @@ from typing import Any
 
 import nixl._api as nixl_api
 import numpy as np
+import torch
 
 from hisparse.errors import TransferError
 from hisparse.pd.descriptors import cut
@@ -207,6 +208,7 @@ class NixlTransport:
         """Ends the agent, its endpoints and its progress thread: nothing of it reads or writes any more."""
         if self._agent is None:
             return
+        going = any(state.loud or any(not read.done for read in state.reads) for state in self._peers.values())
         for state in self._peers.values():
             for read in state.reads:
                 with contextlib.suppress(Exception):
@@ -217,6 +219,8 @@ class NixlTransport:
                 self._agent.deregister_memory(registration)
         self._registrations = []
         self._agent = None
+        for gpu in {gpu for _, _, gpu in self._own if gpu != CPU} if going else ():
+            torch.cuda.synchronize(gpu)  # ending the agent does not stop copies between GPUs that the device has begun
 
     def _replace(self, *, without: str) -> None:
         """A new agent with the same memory and the other peers, whose READs start anew. Raises TransferError when there is

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hisparse.errors import TransferError
 from hisparse.pd import nixl
@@ -69,14 +70,22 @@ class Agent:
 
 
 class World:
+    """`log`: agents that are made, and waits for a GPU."""
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
         self.refuses = False
         self.unreachable: set[str] = set()
         self.done: set[str] = set()
         self.posted: list[str] = []
         monkeypatch.setattr(nixl, "FINISH_S", 0.0)
-        monkeypatch.setattr(nixl, "_make_agent", lambda name, wait_us: Agent(self))
+        monkeypatch.setattr(nixl, "_make_agent", self._make)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: self.log.append(f"wait {gpu}"))
         self.transport = NixlTransport("d")
+
+    def _make(self, name: str, wait_us: int) -> Agent:
+        self.log.append(name)
+        return Agent(self)
 
     def connect(self, *peers: str, device: int | None = None) -> None:
         self.transport.register(NEAR, SIZE, device)
@@ -126,3 +135,17 @@ def test_a_peer_that_the_next_agent_does_not_take_is_lost_and_can_come_back(worl
     world.connect("idle", "busy")
     world.done = {"idle"}
     assert transport.poll(transport.read("idle", READ))
+
+
+@pytest.mark.parametrize("end", ["disconnect", "close"])
+@pytest.mark.parametrize("going", [True, False])
+def test_copies_that_a_gpu_has_begun_are_over_when_their_agent_has_ended(world: World, end: str, going: bool) -> None:
+    """Another peer's READ is posted anew, too: an old copy behind it would write to a slot that is free by then."""
+    world.connect("p", device=3)
+    transport = world.transport
+    read = transport.read("p", READ)
+    if not going:
+        world.done = {"p"}
+        assert transport.poll(read)
+    transport.disconnect("p") if end == "disconnect" else transport.close()
+    assert world.log == ["d", *(["wait 3"] if going else []), *(["d~1"] if going and end == "disconnect" else [])]
