@@ -178,6 +178,8 @@ class MappedReads:
         first, end = int(near.min()), int((near + size).max())
         if not any(own <= first and end <= own_end for own, own_end in self._own):
             return None
+        if np.bitwise_or.reduce(descriptors[:, 1:], axis=None) % UNIT_BYTES:
+            return None  # before anything is mapped for it
         if not state.ranges:
             self._map(state)
         low, high = int(far.min()), int((far + size).max())
