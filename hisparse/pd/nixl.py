@@ -154,19 +154,20 @@ class NixlTransport:
         state = self._peers.get(peer)
         if state is None:
             return
+        reads = list(state.reads)
         if state.unknown:
             pass  # the agent that read from it has ended, and the present one has no endpoint of it
         elif state.loud or any(not read.done for read in state.reads):
             state.loud = True  # also if the replacement fails half way and is tried again
             self._replace(without=peer)
         else:
-            for read in list(state.reads):
+            for read in reads:
                 self._end(read, loud=False)
             _, why = _ask(lambda: self._agent.remove_remote_agent(peer))
             if why:
                 raise TransferError(f"cannot remove NIXL agent {peer}: {why}")
-        for read in state.reads:
-            read.xfer = None
+        for read in reads:
+            read.xfer, read.done, read.error = None, False, ""  # released, whatever it was
         del self._peers[peer]
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ READ = np.array([[FAR, NEAR, SIZE]])
 
 
 class Agent:
-    """READs hang until `done` says otherwise."""
+    """READs from peers of `at_once` are over when they are posted; others hang until `done` says otherwise."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -58,7 +58,7 @@ class Agent:
 
     def transfer(self, xfer: str) -> str:
         self._world.posted.append(xfer)
-        return "PROC"
+        return "DONE" if xfer in self._world.at_once else "PROC"
 
     def check_xfer_state(self, xfer: str) -> str:
         return "DONE" if xfer in self._world.done else "PROC"
@@ -76,6 +76,7 @@ class World:
         self.log: list[str] = []
         self.refuses = False
         self.unreachable: set[str] = set()
+        self.at_once: set[str] = set()
         self.done: set[str] = set()
         self.posted: list[str] = []
         monkeypatch.setattr(nixl, "FINISH_S", 0.0)
@@ -149,3 +150,17 @@ def test_copies_that_a_gpu_has_begun_are_over_when_their_agent_has_ended(world: 
         assert transport.poll(read)
     transport.disconnect("p") if end == "disconnect" else transport.close()
     assert world.log == ["d", *(["wait 3"] if going else []), *(["d~1"] if going and end == "disconnect" else [])]
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_read_that_was_over_unseen_when_its_endpoint_was_closed_is_released(world: World, other: bool) -> None:
+    """A notice for a peer's successor closes its old endpoint between two polls."""
+    world.connect("p")
+    world.at_once = {"p"}
+    read = world.transport.read("p", READ)
+    if other:
+        world.at_once = set()
+        world.transport.read("p", READ)
+    world.transport.disconnect("p")
+    with pytest.raises(TransferError, match="released"):
+        world.transport.poll(read)
