@@ -137,7 +137,8 @@ class PeerTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """Of one rank's transfer thread. `peers`: by prefill engine id. Slots in use or in quarantine are not free."""
+    """Of one rank's transfer thread. `peers`: by prefill engine id. Slots in use or in quarantine are not free; on CUDA there
+    are as many on the GPU as in CPU memory, and both count."""
 
     peers: Mapping[str, PeerTraffic] = field(default_factory=dict)
     staging_slots: int = 0

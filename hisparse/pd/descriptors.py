@@ -186,7 +186,8 @@ class ReadPlanner:
             for g in range(layout.num_resident_groups):
                 region = self._far[resident_region(g)]
                 far = region.page_addresses(source.resident[g, pages])
-                merges = region.page_stride - region.page_bytes <= self._bridge_bytes
+                stride, padding = region.page_stride, region.page_stride - region.page_bytes
+                merges = padding <= self._bridge_bytes and stride == layout.block_bytes  # the distance of pages in a slot
                 first, count = _runs(far, region.page_stride if merges else 0, slot)
                 near = (g * slot_pages + place[first]) * layout.block_bytes
                 parts.append((slot[first], far[first], near, (count - 1) * region.page_stride + region.page_bytes))

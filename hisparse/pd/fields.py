@@ -21,7 +21,13 @@ def pack_array(values: npt.NDArray[Any]) -> str:
     return base64.b64encode(narrow(values)).decode()
 
 
-def unpack_array(text: Any, count: int, what: str) -> npt.NDArray[np.uint64]:
+def unpack_array(text: Any, count: int, what: str, *, zeros: bool = True) -> npt.NDArray[np.uint64]:
+    """What `pack_array` was given. Raises ProtocolError for anything else.
+
+    Args:
+        zeros: nothing but zeros is legal. They take no bytes for any `count`, so where a peer also said how many there are, one
+            list that may not be so has to come first: it bounds the memory of all by the length of the message.
+    """
     if not isinstance(text, str):
         raise ProtocolError(f"{what} must be a base64 string, got {type(text).__name__}")
     if len(text) > 4 * (count * max(WIDTHS) + HEADER_BYTES + 2):
@@ -30,6 +36,8 @@ def unpack_array(text: Any, count: int, what: str) -> npt.NDArray[np.uint64]:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ProtocolError(f"{what} is not base64: {error}") from error
+    if not zeros and count and raw[:1] == b"\0":
+        raise ProtocolError(f"{what} is nothing but zeros")
     return widen(raw, count, what)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
@@ -60,8 +59,7 @@ class Importer:
         copy_engine: runs copies out of staging; returns the event that must be seen before the slot is free.
         ready: job id -> True once everything that was done with its pages before is over.
     Attributes:
-        staging: slots in CPU memory. device_staging: on CUDA, slots on the GPU for pages that come from a peer's GPU: a READ
-            from GPU into CPU memory is a hundred times slower than one between GPUs and a copy here.
+        slots: that READs pass through.
     """
 
     def __init__(self, memory: LocalMemory, transport: Transport, *, rank: int, host_writer: bool, staging_slots: int,
@@ -75,8 +73,7 @@ class Importer:
         self._clock, self._copy, self._ready = clock, copy_engine, ready
         self._staged_reads = staging_slots if staged_reads is None else staged_reads
         self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
-        self._slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
-        self.staging, self.device_staging, self.generation_slots = slots.cpu, slots.gpu, slots.generations
+        self.slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
         for address, num_bytes in slots.slabs:
             transport.register(address, num_bytes)
         for address, num_bytes, gpu in (*memory.device_slabs, *slots.device_slabs):
@@ -118,7 +115,7 @@ class Importer:
             if other.source.agent in replaced:
                 self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
-        reads, job.straight = data_reads(planner, rows_of, self._slots, to_host=to_host and self._writer,
+        reads, job.straight = data_reads(planner, rows_of, self.slots, to_host=to_host and self._writer,
                                          slot_pages=self._slot_pages, max_read_bytes=self._max_read_bytes)
         job.waiting.extend(reads)
 
@@ -151,7 +148,7 @@ class Importer:
 
     def check(self) -> None:
         """Slots held are those of running imports."""
-        self._slots.check(sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying)))
+        self.slots.check(sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying)))
 
     def _advance(self, job: RunningImport) -> bool:
         now = self._clock()
@@ -243,11 +240,11 @@ class Importer:
                 direct += 1
                 descriptors = read.descriptors
             else:
-                pool = self._slots.generations if read.pages is None else self._slots.of(read.memory)
+                pool = self.slots.generations if read.pages is None else self.slots.of(read.memory)
                 slot = pool.acquire(agent) if read.pages is None or staged < self._staged_reads else None
                 if slot is None:
                     job.waiting.appendleft(read)
-                    break  # whatever is behind it needs a slot, too
+                    break  # in order; nearly all that is behind it needs a slot, too
                 staged += 1
                 read.pool, read.slot = pool, slot
                 descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
@@ -282,12 +279,12 @@ class Importer:
     def _generation_reads(self, read: Read) -> Descriptors:
         assert read.runs is not None
         # No page has generation 0: a READ that moves nothing must not find an earlier answer in the slot.
-        self.generation_slots.memory[read.slot] = 0
-        return generation_reads(read.runs, self.generation_slots.slot_address(read.slot))
+        self.slots.generations.memory[read.slot] = 0
+        return generation_reads(read.runs, self.slots.generations.slot_address(read.slot))
 
     def _compare(self, job: RunningImport, read: Read) -> None:
         assert read.runs is not None
-        difference = first_difference(read.runs, self.generation_slots.memory[read.slot])
+        difference = first_difference(read.runs, self.slots.generations.memory[read.slot])
         if difference:
             self._fail(job, ImportFailure.GENERATION, difference)
 
@@ -334,8 +331,6 @@ class Importer:
     def _abort(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""
         self._fail(job, failure, reason)
-        if job.posted and self._memory.on_cuda:  # closing does not stop copies between GPUs that the device has begun
-            torch.cuda.synchronize(self._memory.cache.device)
         for read in job.posted:
             self._free_slot(read)
         job.posted.clear()

@@ -107,8 +107,8 @@ class MappedReads:
         try:
             handle, offset = self._gpu.export(address, num_bytes)
         except (RuntimeError, InvariantError) as error:
-            _log.info("%s: %d bytes of GPU memory cannot be mapped by others, who read them through UCX: %s", self.name,
-                      num_bytes, error)
+            _log.warning("%s: %d bytes of GPU memory cannot be mapped by others, who read them through UCX: %s", self.name,
+                         num_bytes, error)
             return
         self._exported.append(_Exported(address=address, num_bytes=num_bytes, handle=handle, offset=offset))
 
@@ -178,6 +178,8 @@ class MappedReads:
         first, end = int(near.min()), int((near + size).max())
         if not any(own <= first and end <= own_end for own, own_end in self._own):
             return None
+        if np.bitwise_or.reduce(descriptors[:, 1:], axis=None) % UNIT_BYTES:
+            return None  # before anything is mapped for it
         if not state.ranges:
             self._map(state)
         low, high = int(far.min()), int((far + size).max())
@@ -198,8 +200,8 @@ class MappedReads:
             try:
                 base, size = self._gpu.open(item.handle)
             except RuntimeError as error:
-                _log.info("%s reads GPU memory at %#x of a peer through UCX, as it cannot be mapped: %s", self.name,
-                          item.address, error)
+                _log.warning("%s reads GPU memory at %#x of a peer through UCX, as it cannot be mapped: %s", self.name,
+                             item.address, error)
                 state.exported.remove(item)
                 continue
             if item.offset + item.num_bytes > size:

@@ -57,8 +57,8 @@ class MeteredTransport:
         self._transport, self._clock = transport, clock
         self.name = transport.name
         self.call: tuple[str, str] | None = None
-        self._traffic: dict[str, PeerTraffic] = {}
-        self._news: dict[str, _Counts] = {}  # by engine, the least lately used first
+        self._traffic: dict[str, PeerTraffic] = {}  # by engine, the least lately reported first
+        self._news: dict[str, _Counts] = {}  # by engine
         self._reads: dict[str, set[_Read]] = {}
 
     @property

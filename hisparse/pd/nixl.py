@@ -22,6 +22,7 @@ from typing import Any
 
 import nixl._api as nixl_api
 import numpy as np
+import torch
 
 from hisparse.errors import TransferError
 from hisparse.pd.descriptors import cut
@@ -54,12 +55,14 @@ FINISH_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """`ranges`: what it has registered. `loud`: a READ ended otherwise than complete, so parts of it may still arrive."""
+    """`ranges`: what it has registered. `loud`: a READ ended otherwise than complete, so parts of it may still arrive.
+    `unknown`: why the present agent does not know it; "" = it does."""
 
     metadata: bytes
     ranges: RegisteredRanges
     reads: set[NixlRead] = field(default_factory=set)
     loud: bool = False
+    unknown: str = ""
 
 
 class NixlTransport:
@@ -120,13 +123,16 @@ class NixlTransport:
             self._end(handle, loud=False)
             raise PeerLost(f"READ from {handle.peer}: {handle.error}")
         if handle.xfer is None and not handle.done:
+            state = self._peers.get(handle.peer)
+            if state is not None and handle in state.reads:
+                return False  # there is no agent at present, and the next one starts it anew
             raise TransferError(f"this READ from {handle.peer} was released")
         if not handle.done:
-            state, why = _ask(lambda: self._agent.check_xfer_state(handle.xfer))
-            if why or state == "ERR":
+            answer, why = _ask(lambda: self._agent.check_xfer_state(handle.xfer))
+            if why or answer == "ERR":
                 self._end(handle, loud=True)
                 raise PeerLost(f"READ from {handle.peer}: {why or 'failed'}")
-            handle.done = state == "DONE"
+            handle.done = answer == "DONE"
         if handle.done:
             self._end(handle, loud=False)
         return handle.done
@@ -148,17 +154,20 @@ class NixlTransport:
         state = self._peers.get(peer)
         if state is None:
             return
-        if state.loud or any(not read.done for read in state.reads):
+        reads = list(state.reads)
+        if state.unknown:
+            pass  # the agent that read from it has ended, and the present one has no endpoint of it
+        elif state.loud or any(not read.done for read in state.reads):
             state.loud = True  # also if the replacement fails half way and is tried again
             self._replace(without=peer)
         else:
-            for read in list(state.reads):
+            for read in reads:
                 self._end(read, loud=False)
             _, why = _ask(lambda: self._agent.remove_remote_agent(peer))
             if why:
                 raise TransferError(f"cannot remove NIXL agent {peer}: {why}")
-        for read in state.reads:
-            read.xfer = None
+        for read in reads:
+            read.xfer, read.done, read.error = None, False, ""  # released, whatever it was
         del self._peers[peer]
 
     def close(self) -> None:
@@ -200,6 +209,7 @@ class NixlTransport:
         """Ends the agent, its endpoints and its progress thread: nothing of it reads or writes any more."""
         if self._agent is None:
             return
+        going = any(state.loud or any(not read.done for read in state.reads) for state in self._peers.values())
         for state in self._peers.values():
             for read in state.reads:
                 with contextlib.suppress(Exception):
@@ -210,6 +220,8 @@ class NixlTransport:
                 self._agent.deregister_memory(registration)
         self._registrations = []
         self._agent = None
+        for gpu in {gpu for _, _, gpu in self._own if gpu != CPU} if going else ():
+            torch.cuda.synchronize(gpu)  # ending the agent does not stop copies between GPUs that the device has begun
 
     def _replace(self, *, without: str) -> None:
         """A new agent with the same memory and the other peers, whose READs start anew. Raises TransferError when there is
@@ -231,14 +243,14 @@ class NixlTransport:
         for peer, state in self._peers.items():
             if peer == without:
                 continue
-            why = ""
+            state.unknown = ""
             try:
                 self._add(peer, state.metadata)
             except TransferError as error:
-                why = str(error)
+                state.unknown = str(error)
             for read in list(state.reads):
                 if not read.done:
-                    self._restart(read, why)
+                    self._restart(read)
 
     def _finish(self, *, without: str) -> None:
         """Waits for the READs of other peers, for FINISH_S at most. One that fails is left to `poll`, or starts anew."""
@@ -251,10 +263,8 @@ class NixlTransport:
             going = [read for read in going if not read.done]
             time.sleep(0.0005)
 
-    def _restart(self, read: NixlRead, why: str) -> None:
+    def _restart(self, read: NixlRead) -> None:
         try:
-            if why:
-                raise TransferError(why)
             self._post(read)
         except TransferError as error:
             read.error = f"the agent was replaced, and {error}"
@@ -265,6 +275,8 @@ class NixlTransport:
         peer, descriptors = read.peer, read.descriptors
         if self._agent is None:
             raise PeerLost(f"READ from {peer}: there is no agent at present")
+        if self._peers[peer].unknown:
+            raise PeerLost(f"READ from {peer}: {self._peers[peer].unknown}")
         far_gpu = self._peers[peer].ranges.device_of(descriptors[:, 0], descriptors[:, 2])
         near_gpu = self._own.device_of(descriptors[:, 1], descriptors[:, 2])
         if self._threads and near_gpu == CPU and int(descriptors[:, 2].sum()) >= MIN_CUT_BYTES:

@@ -136,6 +136,7 @@ def decode_header(params: Any, *, layouts: PeerLayouts, fingerprint: Fingerprint
 def _decode_table(params: Mapping[str, Any], layout: KVCacheLayout, num_pages: int) -> PageTable:
     pages, gens = read_mapping(params.get("pages"), "pages"), read_mapping(params.get("generations"), "generations")
     groups = layout.num_resident_groups
+    indexer = unpack_array(pages.get("indexer"), num_pages, "pages.indexer", zeros=False).view(np.int64)
 
     def rows(source: Mapping[str, Any], what: str) -> Generations:
         lists = source.get("resident")
@@ -146,7 +147,7 @@ def _decode_table(params: Mapping[str, Any], layout: KVCacheLayout, num_pages: i
         return np.stack(out) if out else np.zeros((0, num_pages), np.uint64)
 
     return PageTable(
-        indexer=unpack_array(pages.get("indexer"), num_pages, "pages.indexer").view(np.int64),
+        indexer=indexer,
         resident=rows(pages, "pages").view(np.int64),
         host=unpack_array(pages.get("host"), num_pages, "pages.host").view(np.int64),
         indexer_generations=unpack_array(gens.get("indexer"), num_pages, "generations.indexer"),

@@ -49,6 +49,15 @@ class StagingPools:
         """The slots that they pass through."""
         return self.gpu if self.gpu is not None and memory is FarMemory.GPU else self.cpu
 
+    @property
+    def num_staging(self) -> int:
+        """Slots for pages, in either memory."""
+        return sum(pool.memory.shape[0] for pool in (self.cpu, self.gpu) if pool is not None)
+
+    @property
+    def num_staging_free(self) -> int:
+        return sum(pool.num_free for pool in (self.cpu, self.gpu) if pool is not None)
+
     def check(self, held: int) -> None:
         """Args: held: slots in use, of all pools. Raises InvariantError unless the others are free."""
         pools = [pool for pool in (self.cpu, self.gpu, self.generations) if pool is not None]

@@ -193,8 +193,8 @@ class TransferThread:
         acks = importer.take_acks()
         if acks or (transport.changed and self._beat_s >= self._reported_s + REPORT_S):
             self._reported_s = self._beat_s
-            self.report = TransferReport(peers=transport.take_traffic(), staging_slots=importer.staging.memory.shape[0],
-                                         staging_slots_free=importer.staging.num_free)
+            self.report = TransferReport(peers=transport.take_traffic(), staging_slots=importer.slots.num_staging,
+                                         staging_slots_free=importer.slots.num_staging_free)
         for ack in acks:
             self._acks.put(ack)
         for message in transport.notices():

@@ -155,7 +155,8 @@ class Decode(Halves):
     def check_quiet(self) -> None:
         """Nothing is in flight, every staging slot is free, the transfer thread goes on."""
         stats = self.scheduler.stats()
-        assert stats.imports_in_flight == 0 and stats.staging_slots_free == stats.staging_slots == 2
+        slots = 4 if self.memory.memory.on_cuda else 2
+        assert stats.imports_in_flight == 0 and stats.staging_slots_free == stats.staging_slots == slots
         assert self.scheduler.problem() == "" and stats.imports_overdue == 0
         self.worker._thread.raise_error()
 

@@ -171,7 +171,7 @@ class Engine:
         if not near.size:
             return
         importer = self.importers[rank]
-        for pool in filter(None, (importer.staging, importer.device_staging, importer.generation_slots)):
+        for pool in filter(None, (importer.slots.cpu, importer.slots.gpu, importer.slots.generations)):
             offsets = near - pool.address
             written = set((offsets[(offsets >= 0) & (offsets < pool.num_bytes)] // pool.slot_bytes).tolist())
             assert not written & set(pool._free), f"slots {written} are free while READs may still write to them"

@@ -58,7 +58,6 @@ def fake_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importer, "StagingPools", FakePools)
         patch.setattr(loopback, "_copy_on_device", _copy)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         yield
 
 

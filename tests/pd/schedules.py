@@ -46,7 +46,7 @@ def settle(world: World) -> None:
         assert engine.pools.full(), f"{engine.name} has lost pages"
         assert not engine.pd.has_pending_work(), f"{engine.name} is never idle"
         for importer in engine.importers:
-            pools = [pool for pool in (importer.staging, importer.device_staging) if pool is not None]
+            pools = [pool for pool in (importer.slots.cpu, importer.slots.gpu) if pool is not None]
             free = {pool.num_free for pool in pools}
             assert not importer.busy() and free == {engine.config.staging_slots}, "slots in quarantine"
             assert not importer._lost, "an endpoint is being closed for ever"

@@ -14,6 +14,7 @@ from hisparse.pd.copies import CopyEvent, copy_now
 from hisparse.pd.loopback import LoopbackFaults, LoopbackNetwork, LoopbackTransport
 from hisparse.pd.transport import Descriptors
 from hisparse.types import Landing, RequestPages
+from tests.pd.fake_gpu import FakeGpuRank, fake_gpu
 from tests.pd.rig import (
     GROUPS,
     LAYOUT,
@@ -211,11 +212,27 @@ def test_failed_read_fails_the_import_after_the_others_drained(number: int) -> N
     importer.submit(make_plan(prefill, source, target, Landing.HOST))
     (ack,) = run_to_end(importer)
     assert ack.failure is ImportFailure.TRANSFER
-    assert importer.staging.num_free == 6
+    assert importer.slots.cpu.num_free == 6
     assert not decode.ranks[0].pool.row_masks.any()
     decode.faults.fail = lambda n: False
     importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
     assert run_to_end(importer)[0].failure is None, "the peer is usable again"
+
+
+def test_slots_on_a_gpu_count_as_taken_while_they_are_read_into() -> None:
+    with fake_gpu():
+        network = LoopbackNetwork()
+        prefill, decode = (Side(name, network, seed=seed, make_rank=FakeGpuRank, faults=LoopbackFaults(delay_polls=5))
+                           for name, seed in (("p", 1), ("d", 2)))
+        source, target = tables("resident")
+        importer = decode.importers[0]
+        assert importer.slots.num_staging_free == importer.slots.num_staging == 2 * decode.slots
+        importer.submit(make_plan(prefill, source, target, Landing.HOST))
+        importer.pump()
+        taken = importer.slots.num_staging - importer.slots.num_staging_free
+        assert taken == decode.slots // 2 and importer.slots.cpu.num_free == decode.slots, "the quota, all on the GPU"
+        assert run_to_end(importer)[0].failure is None
+        assert importer.slots.num_staging_free == importer.slots.num_staging
 
 
 def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoint_is_closed() -> None:
@@ -230,11 +247,11 @@ def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoi
     for _ in range(50):
         importer.pump()
     assert importer.take_acks() == [], "past the deadline, but the READ may still write: no word yet"
-    assert importer.staging.num_free == 3, "its slot is quarantined"
+    assert importer.slots.cpu.num_free == 3, "its slot is quarantined"
     clock.advance(2.0)
     (ack,) = run_to_end(importer)
     assert ack.failure is ImportFailure.TIMEOUT
-    assert decode.transports[0].aborted == 1 and importer.staging.num_free == 4
+    assert decode.transports[0].aborted == 1 and importer.slots.cpu.num_free == 4
     importer.submit(make_plan(prefill, source, target, Landing.HOST, job_id=2))
     assert run_to_end(importer)[0].failure is None, "the next import connects again"
     assert importer.peers.handshakes == 2
@@ -264,7 +281,7 @@ def test_one_hung_peer_leaves_staging_for_the_others() -> None:
     importer.submit(make_plan(hung, source, target, Landing.HOST))
     for _ in range(20):
         importer.pump()
-    assert importer.staging.num_free == 2, "an idle pool grants the quota at once, and no more"
+    assert importer.slots.cpu.num_free == 2, "an idle pool grants the quota at once, and no more"
     importer.submit(make_plan(healthy, source, other, Landing.HOST, job_id=2))
     for _ in range(200):
         importer.pump()
@@ -358,7 +375,7 @@ def test_slot_is_free_only_after_the_event_of_its_copies() -> None:
         acks = importer.take_acks()
         if acks:
             break
-        assert importer.staging.num_free == 1, "the quota's slot is taken until its copy was seen"
+        assert importer.slots.cpu.num_free == 1, "the quota's slot is taken until its copy was seen"
         assert len(log) == seen + 1
         log[seen].complete()
         seen += 1
@@ -404,7 +421,7 @@ def test_an_import_that_fails_when_a_slot_has_landed_copies_nothing_and_frees_it
 
     monkeypatch.setattr(LoopbackTransport, "read", refuse)
     (ack,) = run_to_end(importer)
-    assert ack.failure is ImportFailure.TRANSFER and not log and importer.staging.num_free == 4
+    assert ack.failure is ImportFailure.TRANSFER and not log and importer.slots.cpu.num_free == 4
     assert (decode.ranks[0].snapshot()[1] == before).all()
 
 

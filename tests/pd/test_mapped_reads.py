@@ -124,7 +124,7 @@ def test_gpu_memory_is_read_over_the_mapping_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("why", ["other host", "cannot be opened", "cannot be exported", "exports nothing", "beyond the end",
                                  "odd address", "odd length", "into CPU memory", "partly registered"])
-def test_whatever_cannot_be_mapped_is_for_the_transport(why: str) -> None:
+def test_whatever_cannot_be_mapped_is_for_the_transport(why: str, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(address: int, num_bytes: int) -> tuple[bytes, int]:
         raise RuntimeError("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE")
 
@@ -151,8 +151,9 @@ def test_whatever_cannot_be_mapped_is_for_the_transport(why: str) -> None:
         return
     read = pair.decode.read("p", reads)
     assert pair.decode.poll(read) and len(pair.plain.posted) == 1 and not pair.d.running
-    if why in ("other host", "cannot be opened", "beyond the end"):
-        assert not pair.d.mapped, "a mapping that nobody uses"
+    assert not pair.d.mapped, "a mapping that nobody uses"
+    expected = why in ("cannot be opened", "cannot be exported", "beyond the end")
+    assert any("UCX" in record.message for record in caplog.records) == expected, "what was configured is not to be had"
 
 
 @pytest.mark.parametrize("end", ["disconnect", "close"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.pd import descriptors as module
-from hisparse.pd.descriptors import cut, merge, split
+from hisparse.pd.descriptors import ReadPlanner, cut, merge, split
 from hisparse.pd.generations import first_difference, generation_reads, generation_runs
 from hisparse.pd.loopback import LoopbackNetwork
 from hisparse.pd.planner import LandingPlanner, plan_landing
 from hisparse.pd.staging import SlotPool
-from hisparse.types import Landing
-from tests.pd.rig import Side
+from hisparse.types import Landing, RequestPages
+from tests.pd.rig import GROUPS, LAYOUT, Side, make_plan, pick_pages
 
 
 @pytest.mark.parametrize(("resident", "host", "landing"), [
@@ -147,3 +148,28 @@ def test_generation_runs_find_any_single_difference_within_their_limit(ids: list
 
 
 SIDE = Side("p", LoopbackNetwork())
+
+
+@pytest.mark.parametrize("more", [0, 64, 1 << 16])
+def test_neighbours_of_another_stride_stay_within_their_place_of_a_slot(more: int) -> None:
+    """A peer says itself how far its blocks are apart; what it says must not reach into other slots."""
+    prefill, pages = Side("p", LoopbackNetwork()), np.arange(4)
+    source = RequestPages(first_page=0, num_tokens=16, indexer_blocks=(1, 2, 3, 4),
+                          resident_blocks=tuple((5, 6, 7, 8) for _ in range(GROUPS)), host_blocks=(0,) * 4)
+    target = pick_pages(3, 4, 16, resident=[False] * 4, host=[True] * 4)
+    plan, near = make_plan(prefill, source, target, Landing.HOST), prefill.endpoints[0]
+    stride = LAYOUT.block_bytes + more
+    far = replace(near, regions=tuple(replace(r, page_stride=stride) if r.name.startswith("resident") else r
+                                      for r in near.regions))
+    planner = ReadPlanner(LAYOUT, plan, far, {r.name: r for r in near.regions}, bridge_bytes=1 << 20)
+    (chunk,) = planner.slot_chunks(pages, 4)
+    moved = {}
+    for address, place, size in planner.to_slot(chunk, 0, 4).tolist():
+        assert place + size <= 4 * GROUPS * LAYOUT.block_bytes
+        moved.update(zip(range(place, place + size), range(address, address + size)))
+    for g in range(GROUPS):
+        region = far.region(f"resident.{g}")
+        for i, block in enumerate((5, 6, 7, 8)):
+            at = (g * 4 + i) * LAYOUT.block_bytes
+            assert [moved[at + b] - region.address - block * stride for b in (0, region.page_bytes - 1)] == [
+                0, region.page_bytes - 1]

@@ -80,6 +80,14 @@ def region(params: dict[str, Any], name: str, rank: int = 1) -> dict[str, Any]:
     return next(r for r in params["ranks"][rank]["regions"] if r["name"] == name)
 
 
+def zeros(params: dict[str, Any], num_tokens: int) -> None:
+    """Each list says that all of its many values are 0."""
+    params["num_tokens"] = num_tokens
+    nothing = base64.b64encode(bytes(9)).decode()
+    for lists in (params["pages"], params["generations"]):
+        lists.update(indexer=nothing, host=nothing, resident=[nothing] * len(lists["resident"]))
+
+
 Change = Callable[[dict[str, Any]], Any]
 HOSTILE: list[tuple[str, Change, str]] = [
     ("no version", lambda p: p.pop("version"), "version"),
@@ -103,6 +111,7 @@ HOSTILE: list[tuple[str, Change, str]] = [
     ("tokens of another length", lambda p: p.update(num_tokens=22), "expected 6"),
     ("tokens as float", lambda p: p.update(num_tokens=18.0), "num_tokens"),
     ("absurd tokens", lambda p: p.update(num_tokens=1 << 39), "expected"),
+    ("absurd tokens in lists that take no bytes", lambda p: zeros(p, 1 << 39), "pages.indexer is nothing but zeros"),
     ("lease of no time", lambda p: p.update(lease_s=0), "lease_s"),
     ("lease for ever", lambda p: p.update(lease_s=float("inf")), "lease_s"),
     ("lease is nan", lambda p: p.update(lease_s=float("nan")), "lease_s"),

@@ -310,7 +310,7 @@ def test_exhausted_staging_waits_until_the_deadline(in_time: bool) -> None:
     """Another peer's READs hold every slot: the import waits for them, but not for ever."""
     for world, request in worlds("planned", staged):
         taken = []
-        for pool in (importer.staging for importer in world.decode.importers):
+        for pool in (importer.slots.cpu for importer in world.decode.importers):
             pool.quota, quota = pool.memory.shape[0], pool.quota
             taken.append((pool, [slot for slot in iter(lambda pool=pool: pool.acquire("somebody"), None)]))
             pool.quota = quota

@@ -62,7 +62,11 @@ class PeerMemory:
         code = driver.library().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle),
                                                       ctypes.c_uint(_LAZY_PEER_ACCESS))
         driver.check(code, "cuIpcOpenMemHandle")
-        return self._allocation(address.value)
+        try:
+            return self._allocation(address.value)
+        except driver.DriverError:
+            self.close(address.value)  # nobody else knows of the mapping, which keeps the memory from being free
+            raise
 
     def close(self, address: int) -> None:
         """Ends a mapping, by the address that `open` gave. No READ may be under way. Raises DriverError."""
