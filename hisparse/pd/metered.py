@@ -7,8 +7,9 @@ failure, and the loopback has none.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hisparse.errors import TransferError
@@ -17,6 +18,8 @@ from hisparse.pd.endpoint import peer_of
 from hisparse.pd.transport import Descriptors, Transport
 
 T = TypeVar("T")
+_News = defaultdict[str, Any]
+"""By field of PeerTraffic; one object for each READ would cost more."""
 MAX_PEERS = 256
 OTHERS = "(others)"
 """Whose counters the least lately used peers are added to when there are more than `MAX_PEERS`."""
@@ -31,21 +34,6 @@ class _Read:
     began_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Counts:
-    """What an engine's agents moved since the last `take_traffic`, as PeerTraffic; one object per READ would cost more."""
-
-    reads: int = 0
-    num_descriptors: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    slowest_s: float = 0.0
-    failures: int = 0
-    connects: int = 0
-    notices_sent: int = 0
-    notices_failed: int = 0
-
-
 class MeteredTransport:
     """See Transport. Everything but `call` belongs to the thread that owns the transport.
 
@@ -58,7 +46,7 @@ class MeteredTransport:
         self.name = transport.name
         self.call: tuple[str, str] | None = None
         self._traffic: dict[str, PeerTraffic] = {}  # by engine, the least lately reported first
-        self._news: dict[str, _Counts] = {}  # by engine
+        self._news: defaultdict[str, _News] = defaultdict(lambda: defaultdict(int))  # by engine, since `take_traffic`
         self._reads: dict[str, set[_Read]] = {}
 
     @property
@@ -68,13 +56,12 @@ class MeteredTransport:
 
     def take_traffic(self) -> Mapping[str, PeerTraffic]:
         """Cumulative counters by prefill engine id."""
-        news, self._news = self._news, {}
-        for peer, counts in news.items():
-            more = PeerTraffic(**{field.name: getattr(counts, field.name) for field in fields(counts)})
-            self._traffic[peer] = self._traffic.pop(peer, PeerTraffic()) + more
+        for peer, counts in self._news.items():
+            self._traffic[peer] = self._traffic.pop(peer, PeerTraffic()) + PeerTraffic(**counts)
             while len(self._traffic) > MAX_PEERS + 1:
                 oldest = next(name for name in self._traffic if name != OTHERS)
                 self._traffic[OTHERS] = self._traffic.pop(OTHERS, PeerTraffic()) + self._traffic.pop(oldest)
+        self._news.clear()
         return dict(self._traffic)
 
     def register(self, address: int, num_bytes: int, device: int | None = None) -> None:
@@ -85,49 +72,43 @@ class MeteredTransport:
 
     def connect(self, peer: str, metadata: bytes) -> None:
         self._inside("connect", peer, lambda: self._transport.connect(peer, metadata))
-        self._of(peer).connects += 1
+        self._of(peer)["connects"] += 1
 
     def read(self, peer: str, descriptors: Descriptors) -> _Read:
-        began_s, self.call = self._clock(), ("read", peer)
+        began_s = self._clock()
         try:
-            handle = self._transport.read(peer, descriptors)
+            handle = self._inside("read", peer, lambda: self._transport.read(peer, descriptors))
         except TransferError:
-            self._of(peer).failures += 1
+            self._of(peer)["failures"] += 1
             raise
-        finally:
-            self.call = None
         read = _Read(handle, peer, len(descriptors), int(descriptors[:, 2].sum()), began_s)
         self._reads.setdefault(peer, set()).add(read)
         return read
 
     def poll(self, handle: _Read) -> bool:
-        agent = handle.agent
-        self.call = ("poll", agent)
         try:
-            if not self._transport.poll(handle.handle):
+            if not self._inside("poll", handle.agent, lambda: self._transport.poll(handle.handle)):
                 return False
         except TransferError:
             self._drop(handle)
-            self._of(agent).failures += 1
+            self._of(handle.agent)["failures"] += 1
             raise
-        finally:
-            self.call = None
         self._drop(handle)
-        seconds, counts = self._clock() - handle.began_s, self._of(agent)
-        counts.reads += 1
-        counts.num_descriptors += handle.num_descriptors
-        counts.num_bytes += handle.num_bytes
-        counts.seconds += seconds
-        counts.slowest_s = max(counts.slowest_s, seconds)
+        seconds, counts = self._clock() - handle.began_s, self._of(handle.agent)
+        counts["reads"] += 1
+        counts["num_descriptors"] += handle.num_descriptors
+        counts["num_bytes"] += handle.num_bytes
+        counts["seconds"] += seconds
+        counts["slowest_s"] = max(counts["slowest_s"], seconds)
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
         try:
             self._inside("notify", peer, lambda: self._transport.notify(peer, message))
         except TransferError:
-            self._of(peer).notices_failed += 1
+            self._of(peer)["notices_failed"] += 1
             raise
-        self._of(peer).notices_sent += 1
+        self._of(peer)["notices_sent"] += 1
 
     def notices(self) -> list[bytes]:
         return self._inside("notices", "", self._transport.notices)
@@ -136,7 +117,7 @@ class MeteredTransport:
         self._inside("disconnect", peer, lambda: self._transport.disconnect(peer))
         aborted = len(self._reads.pop(peer, ()))
         if aborted:
-            self._of(peer).failures += aborted
+            self._of(peer)["failures"] += aborted
 
     def close(self) -> None:
         self._inside("close", "", self._transport.close)
@@ -152,9 +133,5 @@ class MeteredTransport:
     def _drop(self, read: _Read) -> None:
         self._reads.get(read.agent, set()).discard(read)
 
-    def _of(self, agent: str) -> _Counts:
-        peer = peer_of(agent)
-        counts = self._news.get(peer)
-        if counts is None:
-            counts = self._news[peer] = _Counts()
-        return counts
+    def _of(self, agent: str) -> _News:
+        return self._news[peer_of(agent)]
