@@ -191,7 +191,7 @@ class MappedReads:
         if pieces is descriptors:
             pieces = descriptors.copy()
         pieces[:, 0] += mapped.shift
-        return None if np.bitwise_or.reduce(pieces, axis=None) % UNIT_BYTES else np.ascontiguousarray(pieces)
+        return None if np.bitwise_or.reduce(pieces[:, 0]) % UNIT_BYTES else np.ascontiguousarray(pieces)
 
     def _map(self, state: _Peer) -> None:
         """What cannot be mapped is not tried again."""
