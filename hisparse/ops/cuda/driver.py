@@ -20,6 +20,8 @@ _INVALID_CLUSTER_SIZE = 912
 """CUDA_ERROR_INVALID_CLUSTER_SIZE: no cluster of that size has room on the device."""
 _CLUSTER_DIMENSION = 4
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+_SHARED_BYTES_OPT_IN, _STATIC_SHARED_BYTES = 97, 1
+"""CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES."""
 
 
 class DriverError(RuntimeError):
@@ -70,6 +72,15 @@ def copy_async(target: int, source: int, num_bytes: int) -> None:
     code = library().cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes),
                                    ctypes.c_void_p(stream))
     check(code, f"copy of {num_bytes} bytes")
+
+
+def most_shared_bytes(function: int, device: int) -> int:
+    """Dynamic shared memory that a CTA of `function` can have on `device` at most, once its limit is raised."""
+    limit, static = ctypes.c_int(), ctypes.c_int()
+    check(library().cuDeviceGetAttribute(ctypes.byref(limit), _SHARED_BYTES_OPT_IN, device), "shared memory of a CTA")
+    check(library().cuFuncGetAttribute(ctypes.byref(static), _STATIC_SHARED_BYTES, ctypes.c_void_p(function)),
+          "shared memory of a function")
+    return limit.value - static.value
 
 
 class _Attribute(ctypes.Structure):

@@ -143,6 +143,10 @@ class Kernel:
                 self._set_attribute(8, num_bytes)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._shared_limit = num_bytes
 
+    def most_shared_bytes(self) -> int:
+        """Dynamic shared memory that a CTA can have at most."""
+        return driver.most_shared_bytes(self._function, self._device)
+
     def _set_attribute(self, attribute: int, value: int) -> None:
         code = driver.library().cuFuncSetAttribute(ctypes.c_void_p(self._function), attribute, value)
         driver.check(code, f"{self._name}: attribute {attribute} = {value}")

@@ -1,4 +1,4 @@
-"""Clusters that a device may have no room for: what the driver is asked, and what the resolver does about its answer."""
+"""Clusters and shared memory that a device may lack: what the driver is asked, and what is done about its answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import importlib
 
 import pytest
+import torch
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import driver
+from hisparse.ops.cuda import driver, indexer
 from hisparse.ops.cuda.driver import DriverError
 
 resolver = importlib.import_module("hisparse.ops.cuda.resolve")  # the package has a function of this name
@@ -30,6 +31,16 @@ class Driver:
         self.asked.append((function.value, grid_and_block, shared, stream, number, key, dimensions))
         status, found._obj.value = self.answer
         return status
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        self.asked.append((attribute, device))
+        value._obj.value = 232_448
+        return 0
+
+    def cuFuncGetAttribute(self, value, attribute, function):
+        self.asked.append((attribute, function.value))
+        value._obj.value = 19_000
+        return 0
 
     def cuGetErrorName(self, code, text):
         text._obj.value = b"CUDA_ERROR_WHY"
@@ -57,6 +68,11 @@ def test_an_impossible_size_is_no_room_and_anything_else_an_error(monkeypatch):
         driver.max_active_clusters(1, 16, 256, 0)
 
 
+def test_a_functions_own_shared_memory_comes_off_the_devices(monkeypatch):
+    made = answering(monkeypatch, 0, 1)
+    assert driver.most_shared_bytes(0x77, 3) == 213_448 and made.asked == [(97, 3), (1, 0x77)]
+
+
 class Function:
     """A loaded instance on a device that has room for clusters of at most `largest` CTAs."""
 
@@ -68,6 +84,9 @@ class Function:
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
         self.calls.append(num_bytes)
+
+    def most_shared_bytes(self) -> int:
+        return 213_448
 
     def has_room(self, cluster: int, threads: int, shared_bytes: int) -> bool:
         assert cluster == self.defines["CLUSTER"] and threads == self.defines["THREADS"]
@@ -118,3 +137,20 @@ def test_no_room_at_all_is_refused_with_the_fix(device):
                                           r"of shared memory; use a whole GPU or a larger MIG slice"):
         resolver._loaded(Geometry.choose(1, 1, 2048, 4096), 656, 64, 4096, 64, 2)
     assert [function.defines["CLUSTER"] for function in made] == [16, 8]
+
+
+@pytest.mark.parametrize(("heads", "dim", "keys", "needed"), [
+    (128, 256, torch.float32, 2 * 128 * 256 * 4), (128, 256, torch.bfloat16, 6 * 32 * 512 + 2 * 128 * 256 * 2)])
+def test_an_indexer_that_does_not_fit_is_refused_with_the_fix(monkeypatch, heads, dim, keys, needed):
+    made = []
+    monkeypatch.setattr(indexer, "kernel", lambda source, function, **defines: made.append(Function({}, 1)) or made[-1])
+    indexer._scores_kernel.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=rf"cuda:1 cannot score indexer keys of 256 values \({keys}\) with 128 heads: a "
+                                              rf"CTA needs {needed} bytes .* has 213448; load the model in bfloat16"):
+            indexer._scores_kernel(heads, dim, 64, keys, False, True, 1)
+        assert made[0].calls == []
+        _, shared = indexer._scores_kernel(64, 128, 64, keys, False, True, 1)
+        assert made[1].calls == [shared] and shared <= 213_448
+    finally:
+        indexer._scores_kernel.cache_clear()
