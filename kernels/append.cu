@@ -1,16 +1,14 @@
-// Write-through of new rows: to their resident page and, where the mirror table names a host block, to the host.
+// New rows to their resident page. What they leave on the host is mirror.cu's, once all layers have appended.
 //
 // append_rows
 //   Instance   LATENT, ROPE: values of a row. NEW_BYTES: of an incoming value, 4 = float32, 2 = bfloat16. FORMAT: 4 = float32,
 //              2 = bfloat16, 1 = fp8_ds_mla. ALIGNED: both inputs may be read 16 bytes at a time. WARPS: of a CTA.
 //   Geometry   one warp a row, WARPS rows a CTA; the grid depends on the number of rows only.
-//   Ownership  a row's two targets are written by its warp alone, each 16-byte unit by one lane: consecutive lanes write
-//              consecutive units, so the host sees full write bursts.
+//   Ownership  a row is written by its warp alone, each 16-byte unit by one lane.
 //   Needs      distinct (seat, position) among writing rows; rows of whole 16-byte units; `block_size` a power of two.
-//   Sentinels  seat < 0 or writes = 0: skipped. Resident block 0, a page or seat outside its table, a row outside a pool:
-//              NO_TARGET in the status word, and this row is written nowhere. Mirror block 0: no mirror.
-//   Ordering   inputs are read before tables (both latencies overlap). Host writes are visible to the host once an event
-//              behind the launch has happened.
+//   Sentinels  seat < 0 or writes = 0: skipped. Resident block 0, a page or seat outside its table, a row outside the pool:
+//              NO_TARGET in the status word, and this row is written nowhere.
+//   Ordering   inputs are read before tables (both latencies overlap).
 //   Determinism  the bytes are those of hisparse.ops.reference.append_rows: IEEE divisions, to nearest even, one NaN.
 //
 // mark_rows: a thread per row sets the row's bit in its host page's mask; atomicOr commutes.
@@ -130,30 +128,18 @@ __device__ __forceinline__ Unit plain_unit(Row row, int first) {
     }
 }
 
-struct Targets {
-    char* device;  // null: the row is not written
-    char* host;    // null: not mirrored
-};
-
-__device__ __forceinline__ void write(Targets to, int unit, Unit u) {
-    store16(to.device + i64(unit) * 16, u);
-    if (to.host != nullptr) store16(to.host + i64(unit) * 16, u);
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_stride,  // strides of rows in bytes
             const void* seats, i64 wide_seats, const void* positions, i64 wide_positions, const unsigned char* writes, i64 num,
             const int* resident, i64 resident_stride, i64 resident_seats, i64 resident_pages,
-            const int* mirror, i64 mirror_stride, i64 mirror_seats, i64 mirror_pages,
-            i64 block_shift, i64 rows_per_block, i64 row_offset,
-            char* rows, i64 num_rows, char* host_rows, i64 num_host_rows, int* status) {
+            i64 block_shift, i64 rows_per_block, i64 row_offset, char* rows, i64 num_rows, int* status) {
     const i64 i = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (i >= num) return;
     const Row row = {latent + i * latent_stride, rope + i * rope_stride};
     constexpr int ITERATIONS = (VALUE_UNITS + 31) / 32, TAIL = ROPE_UNITS + SCALE_UNITS, TAIL_ITERATIONS = (TAIL + 31) / 32;
 
-    // 1. the new values, on their way before the tables are asked
+    // 1. the new values, on their way before the table is asked
     float values[FORMAT == 1 ? ITERATIONS : 1][16];
     Unit units[ITERATIONS], tail[TAIL_ITERATIONS + 1];
 #pragma unroll
@@ -176,14 +162,9 @@ append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_st
     const i64 seat = load_index(seats, wide_seats, i), position = load_index(positions, wide_positions, i);
     const bool idle = seat < 0 || !writes[i];
     const i64 page = position >> block_shift, offset = position & ((i64(1) << block_shift) - 1);
-    i64 block = 0, host_block = 0;
-    if (!idle) {
-        block = look_up({resident, resident_stride, resident_seats, resident_pages}, seat, page);
-        if (mirror != nullptr && host_rows != nullptr)
-            host_block = look_up({mirror, mirror_stride, mirror_seats, mirror_pages}, seat, page);
-    }
+    const i64 block = idle ? 0 : look_up({resident, resident_stride, resident_seats, resident_pages}, seat, page);
 
-    // 3. quantise while the tables answer
+    // 3. quantise while the table answers
     if constexpr (FORMAT == 1) {
 #pragma unroll
         for (int k = 0; k < ITERATIONS; ++k) {
@@ -207,18 +188,18 @@ append_rows(const char* latent, i64 latent_stride, const char* rope, i64 rope_st
 
     // 4. write them
     if (idle) return;
-    const i64 id = block * rows_per_block + row_offset + offset, host_id = (host_block << block_shift) + offset;
-    if (block <= 0 || id >= num_rows || (host_block > 0 && host_id >= num_host_rows)) {
+    const i64 id = block * rows_per_block + row_offset + offset;
+    if (block <= 0 || id >= num_rows) {
         if (lane == 0) report(status, NO_TARGET, seat, position, block);
         return;
     }
-    const Targets to = {rows + id * ROW_BYTES, host_block > 0 ? host_rows + host_id * ROW_BYTES : nullptr};
+    char* const to = rows + id * ROW_BYTES;
 #pragma unroll
     for (int k = 0; k < ITERATIONS; ++k)
-        if (k * 32 + lane < VALUE_UNITS) write(to, k * 32 + lane, units[k]);
+        if (k * 32 + lane < VALUE_UNITS) store16(to + (k * 32 + lane) * 16, units[k]);
 #pragma unroll
     for (int k = 0; k < TAIL_ITERATIONS; ++k)
-        if (k * 32 + lane < TAIL) write(to, VALUE_UNITS + k * 32 + lane, tail[k]);
+        if (k * 32 + lane < TAIL) store16(to + (VALUE_UNITS + k * 32 + lane) * 16, tail[k]);
 }
 
 extern "C" __global__ void mark_rows(const void* seats, i64 wide_seats, const void* positions, i64 wide_positions,

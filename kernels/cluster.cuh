@@ -13,7 +13,8 @@ __device__ inline void cluster_arrive() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// No memory access is ordered by it: says that this CTA runs, or that it is done with the others' shared memory.
+// No memory access is ordered by it: says that this CTA runs, or that it is done with the others' shared memory, where what it
+// read there has been used before (a value that was stored or added up has come).
 __device__ inline void cluster_arrive_relaxed() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

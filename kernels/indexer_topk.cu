@@ -210,7 +210,9 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
         if (lane < rank) above_before = remote(&s.above, lane), equal_before = remote(&s.equal, lane);
         above_before = __reduce_add_sync(~0u, above_before);
         equal_before = __reduce_add_sync(~0u, equal_before);
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nothing of another CTA is read any more
+        // Nothing of another CTA is read any more. A release, so that these reads come before it; it waits for no store,
+        // as positions are written behind it.
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     }
     for (int base = low, parity = 0; base < high; base += WARPS * each * 32, parity ^= 1) {
         const int first = base + warp * each * 32;  // lane j of a warp owns the warp's j-th word

@@ -373,8 +373,11 @@ resolve(const i32* topk, i64 topk_row_stride, i64 topk_stride, i64 top_k, const 
             out_miss[n] = missed;
         }
     }
-    if (Table::BUILT) cluster_arrive();  // once all have arrived, nobody looks into this CTA's shared memory any more,
-    else cluster_arrive_relaxed();       // or writes to the part of the table that it holds
+    // Once all have arrived, nobody looks into this CTA's shared memory any more, or writes to the part of the table that it
+    // holds. Relaxed is enough for reads: what was read lies in the own shared memory behind a __syncthreads; a release would
+    // wait for row ids and plan to be stored.
+    if (Table::BUILT) cluster_arrive();
+    else cluster_arrive_relaxed();
     if (count > 0) {
         __syncthreads();
 #pragma unroll

@@ -1,7 +1,7 @@
-"""Writing rows and copying pages on one GPU: append with its mirror, spill, restore, import scatter, gather.
+"""Writing rows and copying pages on one GPU: append and its share of the mirror copy, spill, restore, import scatter, gather.
 
 Every number is checked against the bytes it should have written first: wrong bytes, no number. Ceilings (the copy
-engine, an append without mirror) are measured in the same run. Exit code 1 with --check if a bar is missed.
+engine, an append alone) are measured in the same run. Exit code 1 with --check if a bar is missed.
 """
 
 from __future__ import annotations

@@ -78,12 +78,10 @@ class HiSparseCacheHandle:
             batch.positions,
             batch.writes,
             resident_table=self._tables.resident(self._group),
-            mirror_table=None,
             block_size=self._layout.block_size,
             rows_per_block=self._layout.rows_per_block,
             row_offset=self._view.row_offset,
             rows=self._view.rows,
-            host_rows=None,
             status=batch.status,
         )
         batch.appended.add(self.layer)

@@ -250,6 +250,15 @@ def test_written_keys_equal_the_reference(given: torch.dtype, to: torch.dtype) -
     assert torch.equal(case.pages.contiguous().view(torch.uint8).cpu(), as_bytes[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_do_not_fit_a_processor_are_refused(dtype: torch.dtype) -> None:
+    case = Case(Shape(heads=128, dim=256, dtype=dtype), [100], [0], [100], device="cuda")
+    with pytest.raises(ConfigError, match="cannot score indexer keys of 256 values .* with 128 heads: a CTA needs"):
+        run(case, 32)
+    case = Case(Shape(heads=128, dim=128, dtype=dtype, spread=2), [100], [0], [100], device="cuda")
+    assert torch.equal(run(case, 32), expected(case, 32))
+
+
 def test_wrong_arguments_are_refused_by_name() -> None:
     case = Case(Shape(spread=2), [3000], [0], [3000], device="cuda")
     q, weights, pages, table, seats, lengths = case.arguments

@@ -93,6 +93,24 @@ def test_a_graph_follows_the_tables(memory: HostMemory) -> None:
         same_bytes(memory.cpu[: world.host.nbytes], world.host, f"host, replay {turn}")
 
 
+def test_b14_rows_beyond_two_gib() -> None:
+    """Row 3,273,604 of 656 bytes starts at byte 2,147,484,224, on the device and on the host."""
+    from hisparse.ops.cuda import mirror_rows
+
+    blocks = 3_273_664 // 64 + 1
+    with HostMemory(blocks * 64 * 656, 0xEE) as memory:
+        rows = torch.zeros(blocks * 64, 656, dtype=torch.uint8, device="cuda")
+        position = torch.tensor([3_273_603, 3_273_604, 3_273_663], device="cuda")
+        rows[position] = torch.randint(0, 256, (3, 656), dtype=torch.uint8, device="cuda")
+        table = torch.arange(blocks, dtype=torch.int32, device="cuda")[None]
+        mirror_rows(torch.zeros(3, dtype=torch.int32, device="cuda"), position, torch.ones(3, dtype=torch.bool, device="cuda"),
+                    torch.zeros(1, 3, dtype=torch.int64, device="cuda"), tables=table, resident_table=table, mirror_table=table,
+                    block_size=64, rows_per_block=64, rows=rows, host_body=memory.cuda.view(-1, 656), host_rows=blocks * 64)
+        torch.cuda.synchronize()
+        assert torch.equal(rows[position].cpu(), memory.cpu.view(-1, 656)[position.cpu()])
+        assert 3_273_604 * 656 == 2_147_484_224 and bool((memory.cpu[: 1 << 20] == 0xEE).all())
+
+
 @pytest.mark.parametrize("wrong", [{"layers": torch.zeros(2, 2, dtype=torch.int64)}, {"tables": torch.zeros(4)},
                                    {"rows": torch.zeros(8, 20, dtype=torch.uint8)}])
 def test_what_the_kernel_cannot_take_is_refused(wrong: dict[str, torch.Tensor], memory: HostMemory) -> None:

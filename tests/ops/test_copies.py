@@ -1,4 +1,4 @@
-"""Append, replay, page copies, seat resets, and where the kernels are."""
+"""Replay, page copies, seat resets, and where the kernels are."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops import HotState, MissPlan, reference, sources
 
 NAN = float("nan")
-
-
-def test_append_writes_through_to_mirrored_rows_only():
-    rows, host = torch.full((20, 2), NAN), torch.full((10, 2), NAN)
-    new = torch.arange(6, dtype=torch.float32).view(3, 2)
-    reference.append(new, rows, torch.tensor([4, 19, 7]), host, torch.tensor([2, -1, 9]))
-    assert rows[[4, 19, 7]].tolist() == new.tolist() and int(rows.isnan().all(1).sum()) == 17
-    assert host[[2, 9]].tolist() == new[[0, 2]].tolist() and int(host.isnan().all(1).sum()) == 8
-    reference.append(new, rows, torch.tensor([0, 1, 2]), host, torch.tensor([0, 1, 3]))
-    assert host[[0, 1, 3]].tolist() == new.tolist()
-    reference.append(new + 1, rows, torch.tensor([0, 1, 2]))
-    assert host[0].tolist() == new[0].tolist() and rows[0].tolist() == (new[0] + 1).tolist()
 
 
 def test_replay_repeats_the_plan_in_the_followers_rows():

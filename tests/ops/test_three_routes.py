@@ -39,9 +39,8 @@ def test_b01_resident_hot_and_host_rows_are_each_layers_own(num_groups, backend)
             tables[-1][1, 0], tables[-1][1, 1] = 3, block
         for layer, group in enumerate(layout.layer_group):
             ops.append_rows(torch.full((1, VALUES), 1000.0 * layer + SLOT, device=device), one, SLOT * one.long(), one.bool(),
-                            resident_table=tables[group], mirror_table=None, block_size=4,
-                            rows_per_block=layout.rows_per_block, row_offset=layout.layer_row_offset[layer], rows=rows,
-                            host_rows=None)
+                            resident_table=tables[group], block_size=4,
+                            rows_per_block=layout.rows_per_block, row_offset=layout.layer_row_offset[layer], rows=rows)
         copier.spill(page_list([6], [near], 4))
         source = torch.zeros(2, PAGES, dtype=torch.int32, device=device)
         source[1, 1] = 6

@@ -1,4 +1,4 @@
-"""New rows of a forward to their resident page and host mirror, in one launch; see `kernels/append.cu`."""
+"""New rows of a forward to their resident page, and the marks of mirrored ones; see `kernels/append.cu`."""
 
 from __future__ import annotations
 
@@ -39,24 +39,22 @@ def append_rows(
     writes: Tensor,
     *,
     resident_table: Tensor,
-    mirror_table: Tensor | None,
     block_size: int,
     rows_per_block: int,
     row_offset: int,
     rows: Tensor,
-    host_rows: Tensor | None,
     status: Tensor | None = None,
 ) -> None:
-    """Write-through of a forward's new rows in one layer; the contract is `hisparse.ops.reference.append_rows`.
+    """A forward's new rows in one layer to their resident pages; the contract is `hisparse.ops.reference.append_rows`.
 
-    A written position without a resident page (or outside tables and pools) sets NO_TARGET in `status`, and that row is
+    A written position without a resident page (or outside table and pool) sets NO_TARGET in `status`, and that row is
     written nowhere.
 
     Args:
         new: float32 or bfloat16, cuda, one tensor or (latent, rope); rows may be strided. seats, positions: int32 or int64 [n].
-        writes: bool [n]. resident_table, mirror_table: int32 [seats, pages], rows may be strided.
+        writes: bool [n]. resident_table: int32 [seats, pages], rows may be strided.
         rows: [device rows, row_elems] float32, bfloat16 or uint8 (fp8_ds_mla), contiguous.
-        host_rows: alias of registered host memory, like `rows`. status: int32 [4] or None.
+        status: int32 [4] or None.
     Stream: the current one; no synchronisation; capture-safe after a first call with the same shapes of rows.
     Raises:
         InvariantError: shapes, dtypes or strides that the kernel cannot take. ConfigError: a dtype without an instance.
@@ -79,13 +77,9 @@ def append_rows(
     rope = latent if rope is None else _rows_of(rope, num)
     if rope.dtype != latent.dtype:
         raise InvariantError(f"latent is {latent.dtype} and rope {rope.dtype}; they must be alike")
-    host = host_rows if mirror_table is not None else None
-    for name, place in (("rows", rows), ("host_rows", host)):
-        if place is not None and (not place.is_contiguous() or place.data_ptr() % 16 or place.shape[1:] != rows.shape[1:]
-                                  or place.dtype != rows.dtype):
-            raise InvariantError(f"{name} must be contiguous, 16-byte aligned rows like the device's, got {place.dtype} "
-                                 f"{list(place.shape)} with strides {place.stride()}")
-    mirror = mirror_table if host is not None else None
+    if not rows.is_contiguous() or rows.data_ptr() % 16:
+        raise InvariantError(f"rows must be contiguous and 16-byte aligned, got {rows.dtype} {list(rows.shape)} with strides "
+                             f"{rows.stride()}")
     launch = _append_kernel(latent, rope, latent_dim, rope_dim, rows.dtype, 4 if num >= _MANY_ROWS else 1)
     warps = 4 if num >= _MANY_ROWS else 1
     launch(
@@ -94,9 +88,8 @@ def append_rows(
         (
             latent, latent.stride(0) * latent.element_size(), rope, rope.stride(0) * rope.element_size(),
             *batch_arguments(seats, positions, writes), num,
-            *table_arguments(resident_table), *table_arguments(mirror),
-            shift_of(block_size), rows_per_block, row_offset,
-            rows, rows.shape[0], host, 0 if host is None else host.shape[0], check_status(status),
+            *table_arguments(resident_table), shift_of(block_size), rows_per_block, row_offset,
+            rows, rows.shape[0], check_status(status),
         ),
     )
 
@@ -159,9 +152,7 @@ def batch_arguments(seats: Tensor, positions: Tensor, writes: Tensor) -> tuple[T
     return seats, int(seats.dtype == torch.int64), positions, int(positions.dtype == torch.int64), writes
 
 
-def table_arguments(table: Tensor | None) -> tuple[Tensor | int | None, ...]:
-    if table is None:
-        return None, 0, 0, 0
+def table_arguments(table: Tensor) -> tuple[Tensor | int, ...]:
     if table.dtype != torch.int32 or table.ndim != 2 or table.stride(1) != 1:
         raise InvariantError(f"a block table is int32 [seats, pages] with dense rows, got {table.dtype} {list(table.shape)}")
     return table, table.stride(0), table.shape[0], table.shape[1]

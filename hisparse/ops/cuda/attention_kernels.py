@@ -29,8 +29,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT32 = tl.constexpr(0)
-BFLOAT16 = tl.constexpr(1)
 FP8_DS_MLA = tl.constexpr(2)
+"""FORMAT; 1 is bfloat16."""
 LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum: below every score, and finite, so that differences of two maxima are never NaN."""
 LEAST_SCALE = tl.constexpr(2.0**-100)

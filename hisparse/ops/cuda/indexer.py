@@ -118,7 +118,7 @@ def index_topk(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats: 
         int32 [n, top_k], -1 behind the last position; all -1 for a padding row.
     Stream: torch's current stream; no synchronisation; may be captured after a first call of the same shape.
     Raises:
-        InvariantError: shapes or dtypes differ from the above.
+        InvariantError: shapes or dtypes differ from the above. ConfigError: the device lacks shared memory for this shape.
     """
     num = q.shape[0]
     if out is None:
@@ -145,6 +145,8 @@ def index_scores(q: Tensor, weights: Tensor, pages: Tensor, table: Tensor, seats
     Args: as `index_topk`, and out: float32 [>= n, >= max_len], rows contiguous. programs: CTAs; default one per processor.
     Returns:
         `out`.
+    Raises:
+        InvariantError: shapes or dtypes differ from the above. ConfigError: the device lacks shared memory for this shape.
     """
     num, heads, dim = q.shape
     size = pages.shape[1]
@@ -208,6 +210,12 @@ def _scores_kernel(heads: int, dim: int, block_size: int, keys: torch.dtype, lon
     run = kernel(made.source, made.function, **made.defines)
     slot = 0 if keys == torch.float32 else _UNIT * (FP8_DIM + 4 if keys == torch.uint8 else dim * 2)
     shared = made.defines["WARPS"] * slot + 2 * made.defines["RUN"] * _query_bytes(heads, dim, keys)
+    most = run.most_shared_bytes()
+    if shared > most:
+        raise ConfigError(
+            f"cuda:{device} cannot score indexer keys of {dim} values ({keys}) with {heads} heads: a CTA needs {shared} bytes "
+            f"of shared memory for queries and keys, and has {most}; load the model in bfloat16 if it is in float32, else run "
+            "it on the CPU (model.device)")
     run.allow_shared_bytes(shared)
     return run, shared
 

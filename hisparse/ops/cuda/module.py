@@ -6,6 +6,7 @@ CuPy compiles, loads and keeps the compiled instances on disk; launches go to th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,6 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,12 @@ class Kernel:
             raise driver.DriverError(f"{what}, on cuda:{self._device}", str(final)) from final
 
     def allow_large_clusters(self) -> None:
-        """Lets the function run with clusters of 16 CTAs, which not every device has room for."""
+        """Lets the function run with clusters of 16 CTAs, which not every device has room for: see `has_room`."""
         self._set_attribute(14, 1)  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+    def has_room(self, cluster: int, threads: int, shared_bytes: int) -> bool:
+        """Whether the device can run one cluster of `cluster` CTAs; CUDA promises it up to 8. Ask after the `allow_` calls."""
+        return driver.max_active_clusters(self._function, cluster, threads, shared_bytes) > 0
 
     def allow_shared_bytes(self, num_bytes: int) -> None:
         """Raises the limit of dynamic shared memory (48 KiB otherwise); never lowers it, for others launch the function too."""
@@ -138,6 +142,10 @@ class Kernel:
             if num_bytes > self._shared_limit:
                 self._set_attribute(8, num_bytes)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._shared_limit = num_bytes
+
+    def most_shared_bytes(self) -> int:
+        """Dynamic shared memory that a CTA can have at most."""
+        return driver.most_shared_bytes(self._function, self._device)
 
     def _set_attribute(self, attribute: int, value: int) -> None:
         code = driver.library().cuFuncSetAttribute(ctypes.c_void_p(self._function), attribute, value)
@@ -188,7 +196,8 @@ def _kernel(key: _Key, device: int) -> Kernel:
     try:
         with cupy.cuda.Device(device):
             if architecture:  # CuPy compiles for "sm_90" alone
-                wait([_ahead[key]] if key in _ahead else [])
+                if key in _ahead:
+                    _ahead[key].wait()
                 module = cupy.RawModule(path=str(_cubin_file(instance)))  # what did not compile ahead is tried again
             else:
                 module = cupy.RawModule(code=path.read_text(), options=options, backend="nvrtc")
@@ -203,8 +212,8 @@ def _kernel(key: _Key, device: int) -> Kernel:
         ) from error
 
 
-_ahead: dict[_Key, Future[Path]] = {}
-"""Instances that are compiled on a thread, or have been. Writer: `compile_ahead`."""
+_ahead: dict[_Key, threading.Event] = {}
+"""Instances that are compiled on a thread; set once that has been tried. Writer: `compile_ahead`."""
 
 
 def compile_ahead(instances: Iterable[Instance]) -> None:
@@ -213,29 +222,28 @@ def compile_ahead(instances: Iterable[Instance]) -> None:
     Several that a process will need one after the other are then there in the time of one or two. Returns at once; what does
     not compile is `load`'s to tell. A process that ends waits for those that are being compiled and begins no other.
     """
-    waiting: deque[tuple[Instance, Future[Path]]] = deque()
+    waiting: deque[Instance] = deque()
     for instance in instances:
         if instance.key() not in _ahead:
-            _ahead[instance.key()] = Future()
-            waiting.append((instance, _ahead[instance.key()]))
+            _ahead[instance.key()] = threading.Event()
+            waiting.append(instance)
     for _ in range(min(len(waiting), os.cpu_count() or 1)):
         threading.Thread(target=_compile_all, args=(waiting,), name="nvrtc").start()
 
 
-def _compile_all(waiting: deque[tuple[Instance, Future[Path]]]) -> None:
+def _compile_all(waiting: deque[Instance]) -> None:
     """On a thread that the end of the process waits for: NVRTC may not run beside it."""
     while True:
         try:
-            instance, future = waiting.popleft()
+            instance = waiting.popleft()
         except IndexError:
             return
-        if not threading.main_thread().is_alive():
-            future.cancel()
-            continue
         try:
-            future.set_result(_cubin_file(instance))
-        except BaseException as error:
-            future.set_exception(error)
+            if threading.main_thread().is_alive():
+                with contextlib.suppress(Exception):  # `load` tries it again
+                    _cubin_file(instance)
+        finally:
+            _ahead[instance.key()].set()
 
 
 def _cubin_file(instance: Instance) -> Path:

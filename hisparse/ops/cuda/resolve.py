@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hisparse.errors import InvariantError
+from hisparse.errors import ConfigError, InvariantError
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
 from hisparse.ops.values import DeviceMissPlan, HotState, Resolution
 
@@ -18,8 +18,14 @@ MAX_ENTRIES = 32766
 """Entries of one request's rows: a claim's code has 16 bits."""
 _CLUSTERS = ((2, 16), (16, 8), (64, 4), (128, 2))
 """(requests, CTAs of each), measured on an H200: few requests need many CTAs to keep the host link busy."""
+_PORTABLE_CLUSTER = 8
 _UNROLL = {8: 2}
 """Loads of a thread in flight by cluster size, else 4; measured, too. With 8, most copies are up to 10 % slower."""
+
+
+def _hash_capacity(entries: int, cluster: int) -> int:
+    """Of a CTA's part; at most half full with the slots and everything that a launch may miss."""
+    return 1 << (2 * entries // cluster - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +71,20 @@ class Geometry:
         while groups * threads * GROUP_SLOTS < slots:
             groups *= 2
         capacity = 0
-        if hashed:  # at most half full: the slots, and everything that a launch may miss
+        if hashed:
             cluster = max(cluster, 2)
             while cluster < 8 and (slots + query_rows * bucket) // cluster > 6144:
                 cluster *= 2
-            capacity = 1 << (2 * (slots + query_rows * bucket) // cluster - 1).bit_length()
+            capacity = _hash_capacity(slots + query_rows * bucket, cluster)
         ctas_per_sm = 1 if capacity else 3 if cluster == 4 and query_rows * groups == 1 else 2
         return cls(cluster=cluster, threads=threads, top_k=bucket, query_rows=query_rows, groups=groups,
                    eager=int(cluster >= 8), ctas_per_sm=ctas_per_sm, unroll=_UNROLL.get(cluster, 4), hash_capacity=capacity)
+
+    def portable(self, slots: int) -> Geometry:
+        """This one in clusters of 8 CTAs, the most that CUDA promises room for."""
+        entries = slots + self.query_rows * self.top_k
+        return replace(self, cluster=_PORTABLE_CLUSTER, unroll=_UNROLL.get(_PORTABLE_CLUSTER, 4),
+                       hash_capacity=_hash_capacity(entries, _PORTABLE_CLUSTER) if self.hash_capacity else 0)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
@@ -144,8 +156,8 @@ def resolve(
     if n and k:
         requests = n // rows_per_request
         geometry = geometry or Geometry.choose(requests, rows_per_request, k, slots, hashed=state.is_hashed)
-        shared = geometry.shared_bytes(slots, hot_table.shape[1])
-        _loaded(geometry, row_bytes, block_size, shared, device.index)(
+        launch, geometry, shared = _loaded(geometry, row_bytes, block_size, slots, hot_table.shape[1], device.index)
+        launch(
             (requests * geometry.cluster,), geometry.threads,
             (topk, topk.stride(0), topk.stride(1), k, seats, seq_len, int(seq_len.dtype == torch.int64),
              resident_table, resident_table.stride(0), source_table, source_table.stride(0), resident_table.shape[1],
@@ -206,13 +218,27 @@ def resolve_pages(
 
 
 @functools.cache
-def _loaded(geometry: Geometry, row_bytes: int, block_size: int, shared: int, device: int) -> Kernel:
-    instance = geometry.instance(row_bytes, block_size)
-    loaded = kernel(instance.source, instance.function, **instance.defines)
-    if geometry.cluster > 8:
-        loaded.allow_large_clusters()
-    loaded.allow_shared_bytes(shared)
-    return loaded
+def _loaded(geometry: Geometry, row_bytes: int, block_size: int, slots: int, hot_blocks: int,
+            device: int) -> tuple[Kernel, Geometry, int]:
+    """The kernel, the geometry to launch it with (smaller clusters where the device lacks room), and its shared memory.
+
+    Raises:
+        ConfigError: the device has no room for any.
+    """
+    while True:
+        instance, shared = geometry.instance(row_bytes, block_size), geometry.shared_bytes(slots, hot_blocks)
+        loaded = kernel(instance.source, instance.function, **instance.defines)
+        if geometry.cluster > _PORTABLE_CLUSTER:
+            loaded.allow_large_clusters()
+        loaded.allow_shared_bytes(shared)
+        if loaded.has_room(geometry.cluster, geometry.threads, shared):
+            return loaded, geometry, shared
+        if geometry.cluster <= _PORTABLE_CLUSTER:
+            raise ConfigError(
+                f"cuda:{device} cannot run the resolver: it has no room for a cluster of {geometry.cluster} CTAs of "
+                f"{geometry.threads} threads and {shared} bytes of shared memory; use a whole GPU or a larger MIG slice, or "
+                "offload nothing there (cache.enabled: false)")
+        geometry = geometry.portable(slots)
 
 
 def _output(given: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -9,12 +9,11 @@ from hisparse.ops.reference.indexer import index_topk, write_keys
 from hisparse.ops.reference.pages import PageCopier
 from hisparse.ops.reference.resolve import replay, reset_seat, reset_seats, resolve, resolve_pages
 from hisparse.ops.reference.rope import rotate_heads
-from hisparse.ops.reference.rows import append, append_rows, mark_rows, mirror_rows
+from hisparse.ops.reference.rows import append_rows, mark_rows, mirror_rows
 
 __all__ = [
     "DEFAULT_GATHER_ROWS",
     "PageCopier",
-    "append",
     "append_rows",
     "dequantize_rows",
     "index_topk",

@@ -1,4 +1,4 @@
-"""Copies of rows: new rows to the device and their mirror, pages from one place to another."""
+"""New rows: to their resident page, from there to the host, and the marks of those that got there."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ NewRows = Tensor | tuple[Tensor, Tensor]
 """[n, latent + rope], or (latent [n, latent_dim], rope [n, rope_dim])."""
 
 
-def append(new: Tensor, rows: Tensor, row_ids: Tensor, host_rows: Tensor | None = None, host_ids: Tensor | None = None) -> None:
-    """Write-through of new rows: to `rows[row_ids]` and, where `host_ids` is not -1, to the host view.
-
-    Args:
-        new: [m, latent + rope] of a float dtype; `stored` makes rows of the storage format of them.
-        row_ids: int64 [m], all valid and distinct. host_ids: int64 [m], -1 = not mirrored.
-    """
-    new = stored(new, rows)
-    rows.index_copy_(0, row_ids, new)
-    if host_rows is not None and host_ids is not None:
-        mirrored = host_ids >= 0
-        if bool(mirrored.all()):
-            host_rows.index_copy_(0, host_ids, new)
-        else:
-            host_rows.index_copy_(0, host_ids[mirrored], new[mirrored])
-
-
 def append_rows(
     new: NewRows,
     seats: Tensor,
@@ -37,28 +20,25 @@ def append_rows(
     writes: Tensor,
     *,
     resident_table: Tensor,
-    mirror_table: Tensor | None,
     block_size: int,
     rows_per_block: int,
     row_offset: int,
     rows: Tensor,
-    host_rows: Tensor | None,
     status: Tensor | None = None,
 ) -> None:
-    """Write-through of a forward's new rows in one layer, driven by tables alone.
+    """Writes a forward's new rows of one layer to their resident pages, driven by the table alone.
 
-    Row i goes to the resident page of (seats[i], positions[i]) and, where the mirror table names a host block, to the
-    same row of that block. Rows that do not write, and padding rows (seat -1), touch nothing.
+    Row i goes to the resident page of (seats[i], positions[i]). Rows that do not write, and padding rows (seat -1), touch
+    nothing.
 
     Args:
         new: float32 or bfloat16, [n, latent + rope] or (latent, rope); rounded, or quantised when `rows` is uint8.
         seats, positions: int [n]; (seat, position) of the writing rows are distinct. writes: bool [n].
-        resident_table, mirror_table: int32 [seats, pages], 0 = no page; without mirrors nothing goes to the host.
+        resident_table: int32 [seats, pages], 0 = no page.
         rows_per_block, row_offset: geometry of the layer. rows: [device rows, row_elems], changed in place.
-        host_rows: [host blocks * block_size, row_elems] of the layer, changed in place.
         status: not written here; kernels report NO_TARGET in it where this raises.
     Raises:
-        InvariantError: a written position has no resident page, or a page is outside a table or a pool. Nothing is written.
+        InvariantError: a written position has no resident page, or is outside the table or the pool. Nothing is written.
 
     Example: block 64, rows_per_block 128, row_offset 64, page 2 in block 5: position 130 goes to row 5 * 128 + 64 + 2 = 706.
     """
@@ -67,18 +47,13 @@ def append_rows(
     block = _look_up(resident_table, seat, position, block_size)
     ids = block * rows_per_block + row_offset + position % block_size
     bad = (block <= 0) | (ids >= rows.shape[0])
-    host_ids = None
-    if mirror_table is not None and host_rows is not None:
-        host_block = _look_up(mirror_table, seat, position, block_size)
-        host_ids = torch.where(host_block > 0, host_block * block_size + position % block_size, -1)
-        bad |= host_ids >= host_rows.shape[0]
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise InvariantError(
             f"position {int(position[at])} of seat {int(seat[at])} is written, but has no page "
             f"(resident block {int(block[at])})"
         )
-    append(packed[index], rows, ids, host_rows, host_ids)
+    rows.index_copy_(0, ids, stored(packed[index], rows))
 
 
 def mirror_rows(
