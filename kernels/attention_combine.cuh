@@ -13,14 +13,53 @@ __device__ inline float4 read_part(const void* p, u32 cta) {
     return v;
 }
 
-// Adds up the parts of this CTA's heads and writes them. Every CTA's sum and stats are complete.
-__device__ inline void combine(const Args& a, Notes& notes, const float* sum, u32 h0, u8* out, i64 out_head_bytes) {
-    const u32 rank = cluster_rank(), first = HEADS * rank / CLUSTER, heads = HEADS * (rank + 1) / CLUSTER - first;
+// Leaves this warpgroup's half of the CTA's sum for the cluster: float16 over a power of two of each head, so that half the bytes
+// go between CTAs. Its rounding, 2^-12 of a part, is a tenth of what the result has from its own and from the probabilities'.
+__device__ inline void leave_part(const float (&o)[128], u8* sum, Notes& notes) {
+    const u32 warpgroup = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    if (warp * 16 >= BLOCK_HEADS) return;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 h = warp * 16 + (lane >> 2) + 8 * i;
+        float most = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < 32; ++j) most = fmaxf(most, fmaxf(fabsf(o[4 * j + 2 * i]), fabsf(o[4 * j + 2 * i + 1])));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const u32 exponent = min(max(__float_as_uint(most) >> 23, LEAST_PART_EXPONENT), 253u);
+        const float inverse = bits_to_float((254 + PART_SHIFT - exponent) << 23);
+        if ((lane & 3) == 0) ((float*)&notes.scale[h])[warpgroup] = bits_to_float((exponent - PART_SHIFT) << 23);
+        const u32 to = shared(sum) + h * PART_BYTES + (warpgroup * 256 + (lane & 3) * 2) * 2;
+#pragma unroll
+        for (u32 j = 0; j < 32; ++j)
+            asm volatile("st.shared.u32 [%0], %1;" :: "r"(to + 16 * j),
+                         "r"(pack_f16(o[4 * j + 2 * i] * inverse, o[4 * j + 2 * i + 1] * inverse)) : "memory");
+    }
+}
+
+// Adds up the parts of this CTA's heads and writes them. Every CTA's part, scales and stats are complete.
+__device__ inline void combine(const Args& a, Notes& notes, const u8* sum) {
+    const u32 rank = cluster_rank(), first = BLOCK_HEADS * rank / CLUSTER, heads = BLOCK_HEADS * (rank + 1) / CLUSTER - first;
     const u32 i = threadIdx.x, part = i % CLUSTER, mine = i / CLUSTER;
+    // everything that comes from other CTAs is on its way at once
+    constexpr u32 Pieces = LATENT / 8, Rounds = ((BLOCK_HEADS + CLUSTER - 1) / CLUSTER * Pieces + CONSUMERS - 1) / CONSUMERS;
+    float4 stats = make_float4(0.0f, 0.0f, 0.0f, 0.0f), scale = stats, v[Rounds][CLUSTER];
     if (mine < heads) {
-        const float4 v = read_part(&notes.stats[first + mine], part);
-        const float top = fmaxf(v.x, v.z);
-        notes.parts[i] = make_float2(top, v.y * exp2_of(v.x - top) + v.w * exp2_of(v.z - top));
+        stats = read_part(&notes.stats[first + mine], part);
+        scale = read_part(&notes.scale[first + mine & ~1u], part);
+    }
+#pragma unroll
+    for (u32 n = 0; n < Rounds; ++n) {
+        const u32 piece = i + n * CONSUMERS;
+        if (piece < heads * Pieces && a.first_head + first + piece / Pieces < a.heads) {
+#pragma unroll
+            for (u32 c = 0; c < CLUSTER; ++c)
+                v[n][c] = read_part(sum + (first + piece / Pieces) * PART_BYTES + piece % Pieces * 16, c);
+        }
+    }
+    if (mine < heads) {
+        const float top = fmaxf(stats.x, stats.z);
+        notes.parts[i] = make_float2(top, stats.y * exp2_of(stats.x - top) + stats.w * exp2_of(stats.z - top));
     }
     named_barrier<1, CONSUMERS>();
     if (mine < heads) {
@@ -31,35 +70,35 @@ __device__ inline void combine(const Args& a, Notes& notes, const float* sum, u3
         for (u32 c = 0; c < CLUSTER; ++c)
             total += notes.parts[mine * CLUSTER + c].y * exp2_of(notes.parts[mine * CLUSTER + c].x - all);
         // no entry: 0 / 1; a total that is NaN has a sum that is NaN
-        notes.weight[i] = exp2_of(notes.parts[i].x - all) * (total > 0.0f ? 1.0f / total : 1.0f);
+        const float share = exp2_of(notes.parts[i].x - all) * (total > 0.0f ? 1.0f / total : 1.0f);
+        const bool odd = first + mine & 1;
+        notes.weight[i] = make_float2(share * (odd ? scale.z : scale.x), share * (odd ? scale.w : scale.y));
     }
     named_barrier<1, CONSUMERS>();
-    constexpr u32 Pieces = LATENT / 4, Batch = CLUSTER >= 8 ? 1 : 8 / CLUSTER;
-    for (u32 start = threadIdx.x; start < heads * Pieces; start += Batch * CONSUMERS) {
-        float4 v[Batch][CLUSTER];
 #pragma unroll
-        for (u32 n = 0; n < Batch; ++n) {
-            const u32 piece = min(start + n * CONSUMERS, heads * Pieces - 1);
-#pragma unroll
-            for (u32 c = 0; c < CLUSTER; ++c)
-                v[n][c] = read_part(&sum[(first + piece / Pieces) * PITCH + piece % Pieces * 4], c);
-        }
-#pragma unroll
-        for (u32 n = 0; n < Batch; ++n) {
-            const u32 piece = start + n * CONSUMERS, head = piece / Pieces, column = piece % Pieces * 4;
-            if (piece >= heads * Pieces || h0 + first + head >= a.heads) continue;
-            float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (u32 n = 0; n < Rounds; ++n) {
+        const u32 piece = i + n * CONSUMERS, head = piece / Pieces, column = piece % Pieces * 8;
+        if (piece < heads * Pieces && a.first_head + first + head < a.heads) {
+            float result[8] = {};
 #pragma unroll
             for (u32 c = 0; c < CLUSTER; ++c) {
-                const float weight = notes.weight[head * CLUSTER + c];
-                result.x += weight * v[n][c].x, result.y += weight * v[n][c].y;
-                result.z += weight * v[n][c].z, result.w += weight * v[n][c].w;
+                const float2 weights = notes.weight[head * CLUSTER + c];
+                const float weight = column < 256 ? weights.x : weights.y;
+                const float words[4] = {v[n][c].x, v[n][c].y, v[n][c].z, v[n][c].w};
+#pragma unroll
+                for (u32 w = 0; w < 4; ++w) {
+                    const float2 pair = unpack_f16(__float_as_uint(words[w]));
+                    result[2 * w] += weight * pair.x, result[2 * w + 1] += weight * pair.y;
+                }
             }
-            u8* to = out + (h0 + first + head) * out_head_bytes;
-            if (a.wide_q)
-                *(float4*)(to + column * 4) = result;
-            else
-                *(uint2*)(to + column * 2) = make_uint2(pack_bf16(result.x, result.y), pack_bf16(result.z, result.w));
+            u8* to = a.out + (a.first_head + first + head) * a.out_head_bytes;
+            if (a.wide_q) {
+                *(float4*)(to + column * 4) = make_float4(result[0], result[1], result[2], result[3]);
+                *(float4*)(to + column * 4 + 16) = make_float4(result[4], result[5], result[6], result[7]);
+            } else {
+                *(uint4*)(to + column * 2) = make_uint4(pack_bf16(result[0], result[1]), pack_bf16(result[2], result[3]),
+                                                        pack_bf16(result[4], result[5]), pack_bf16(result[6], result[7]));
+            }
         }
     }
 }

@@ -7,85 +7,82 @@ __device__ inline u32 scale_query(u32 v, float inverse) {
     return pack(bits_to_float(v << 16) * inverse, bits_to_float(v & 0xffff0000u) * inverse);
 }
 
-// Values 8 * chunk ... of a query as bfloat16. `from` 0: zeros.
-template <bool Wide> __device__ inline uint4 load_query(u64 from, u32 chunk) {
-    if (!Wide) return load_or_zero(from, chunk * 16);
-    const uint4 low = load_or_zero(from, chunk * 32), high = load_or_zero(from, chunk * 32 + 16);
-    return make_uint4(pack_bf16(bits_to_float(low.x), bits_to_float(low.y)), pack_bf16(bits_to_float(low.z), bits_to_float(low.w)),
-                      pack_bf16(bits_to_float(high.x), bits_to_float(high.y)),
-                      pack_bf16(bits_to_float(high.z), bits_to_float(high.w)));
+// Brings a head's query to float16 over its power of two (rope parts bfloat16 over the same one), in place.
+__device__ inline void scale_head(const Args& a, Notes& notes, u32 to, u32 h, u32 lane) {
+    const u32 at[3] = {to + (lane >> 3) * PANEL + swizzled(h, lane & 7), to + (4 + (lane >> 3)) * PANEL + swizzled(h, lane & 7),
+                       to + ROPE_PANEL + swizzled(h, lane & 7)};
+    u32 most = 0;
+    uint4 v[2];
+#pragma unroll
+    for (u32 j = 0; j < 2; ++j) {
+        v[j] = load_shared(at[j]);
+        const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) most = max(most, max(words[w] & 0x7fff, words[w] >> 16 & 0x7fff));
+    }
+    most = __reduce_max_sync(~0u, most);
+    const u32 exponent = min(max((most >> 7) + 1, LEAST_Q_EXPONENT), 253u);
+    const float inverse = bits_to_float((254 - exponent) << 23);
+    if (lane == 0) notes.query[h] = a.scale2 * bits_to_float(exponent << 23);
+#pragma unroll
+    for (u32 j = 0; j < 2; ++j)
+        store_shared(at[j], make_uint4(scale_query(v[j].x, inverse), scale_query(v[j].y, inverse), scale_query(v[j].z, inverse),
+                                       scale_query(v[j].w, inverse)));
+    if (lane < 8) {
+        const u32 factor = ((254 - exponent) << 7) * 0x10001u;
+        const uint4 r = load_shared(at[2]);
+        store_shared(at[2], make_uint4(mul_bf16x2(r.x, factor), mul_bf16x2(r.y, factor), mul_bf16x2(r.z, factor),
+                                       mul_bf16x2(r.w, factor)));
+    }
 }
 
-// Each of the 8 warps brings 8 heads to shared memory; heads behind the last are zeros.
-template <bool Wide> __device__ inline void load_queries(const Args& a, u8* smem, Notes& notes, u32 h0) {
-    const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, to = shared(smem);
-    uint4 latents[8][2], ropes[2];
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        const u32 h = h0 + warp * 8 + i;
-        const u64 from = h < a.heads ? (u64)(a.q + h * a.q_head_bytes) : 0;
-        latents[i][0] = load_query<Wide>(from, lane);
-        latents[i][1] = load_query<Wide>(from, 32 + lane);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 h = h0 + warp * 8 + i * 4 + (lane >> 3);
-        ropes[i] = load_query<Wide>(h < a.heads ? (u64)(a.q + h * a.q_head_bytes) : 0, LATENT / 8 + (lane & 7));
-    }
-    u32 rope_factor = 0;
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        const u32 h = warp * 8 + i;
-        uint4 v[2] = {latents[i][0], latents[i][1]};
-        if (FP8) {
-            u32 most = 0;
-#pragma unroll
-            for (u32 j = 0; j < 2; ++j) {
-                const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-#pragma unroll
-                for (u32 w = 0; w < 4; ++w) most = max(most, max(words[w] & 0x7fff, words[w] >> 16 & 0x7fff));
-            }
-            most = __reduce_max_sync(~0u, most);
-            const u32 exponent = min(max((most >> 7) + 1, LEAST_Q_EXPONENT), 253u);
-            const float inverse = bits_to_float((254 - exponent) << 23);
-            if (lane == 0) notes.query[h] = a.scale2 * bits_to_float(exponent << 23);
-            if (lane == i) rope_factor = ((254 - exponent) << 7) * 0x10001u;
-#pragma unroll
-            for (u32 j = 0; j < 2; ++j)
-                v[j] = make_uint4(scale_query(v[j].x, inverse), scale_query(v[j].y, inverse), scale_query(v[j].z, inverse),
-                                  scale_query(v[j].w, inverse));
+// Each of the 8 warps brings 8 heads to shared memory, as bfloat16; heads behind the last are zeros. Loops stay short: a cold
+// start waits for instructions, too.
+__device__ inline void load_queries(const Args& a, u8* smem, Notes& notes) {
+    constexpr u32 Chunks = (LATENT + 64) / 8;
+    const u32 first = (threadIdx.x >> 5) * 8, lane = threadIdx.x & 31, to = shared(smem);
+#pragma unroll 6
+    for (u32 i = lane; i < 8 * Chunks; i += 32) {
+        const u32 h = first + i / Chunks, chunk = i % Chunks, at = to + (chunk >> 3) * PANEL + swizzled(h, chunk & 7);
+        const bool real = a.first_head + h < a.heads;
+        const u64 from = (u64)(a.q + (a.first_head + h) * a.q_head_bytes);
+        if (a.wide_q) {
+            const uint4 low = load_or_zero(real ? from : 0, chunk * 32), high = load_or_zero(real ? from : 0, chunk * 32 + 16);
+            store_shared(at, make_uint4(pack_bf16(bits_to_float(low.x), bits_to_float(low.y)),
+                                        pack_bf16(bits_to_float(low.z), bits_to_float(low.w)),
+                                        pack_bf16(bits_to_float(high.x), bits_to_float(high.y)),
+                                        pack_bf16(bits_to_float(high.z), bits_to_float(high.w))));
+        } else {
+            copy16(at, real ? from + chunk * 16 : (u64)a.q, real ? 16 : 0);
         }
-        store_shared(to + (lane >> 3) * PANEL + swizzled(h, lane & 7), v[0]);
-        store_shared(to + (4 + (lane >> 3)) * PANEL + swizzled(h, lane & 7), v[1]);
     }
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 h = i * 4 + (lane >> 3);
-        uint4 v = ropes[i];
-        if (FP8) {
-            const u32 factor = __shfl_sync(~0u, rope_factor, h);
-            v = make_uint4(mul_bf16x2(v.x, factor), mul_bf16x2(v.y, factor), mul_bf16x2(v.z, factor), mul_bf16x2(v.w, factor));
-        }
-        store_shared(to + ROPE_PANEL + swizzled(warp * 8 + h, lane & 7), v);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    if (FP8) {
+#pragma unroll 1
+        for (u32 i = 0; i < 8; ++i) scale_head(a, notes, to, first + i, lane);
     }
     fence_async();
     named_barrier<1, CONSUMERS>();
 }
 
-// Queues the scores of a tile once its rows are there.
+// Queues the scores of a tile as its rows come.
 __device__ inline void start_scores(float (&s)[32], u8* smem, Notes& notes, u32 turn) {
     const u32 slot = turn & 1;
-    wait(&notes.full[slot], turn >> 1 & 1);
-    fence_async();
     const u64 q = descriptor(shared(smem)), rows = descriptor(shared(smem) + SLOT * (1 + slot));
-    wgmma_fence();
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) multiply_rope(s, q + 8 * PANEL_STEP + i * STEP, rows + 8 * PANEL_STEP + i * STEP, i > 0);
+    for (u32 half = 0; half < 2; ++half) {
+        wait(&notes.full[slot][half], turn >> 1 & 1);
+        fence_async();
+        wgmma_fence();
 #pragma unroll
-    for (u32 panel = 0; panel < 8; ++panel)
+        for (u32 panel = 4 * half; panel < 4 * half + 4; ++panel)
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-            multiply_latents(s, q + panel * PANEL_STEP + i * STEP, rows + panel * PANEL_STEP + i * STEP, true);
+            for (u32 i = 0; i < 4; ++i)
+                multiply_latents(s, q + panel * PANEL_STEP + i * STEP, rows + panel * PANEL_STEP + i * STEP, panel + i > 0);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) multiply_rope(s, q + 8 * PANEL_STEP + i * STEP, rows + 8 * PANEL_STEP + i * STEP, true);
     wgmma_commit();
 }
 
@@ -124,6 +121,7 @@ __device__ inline void publish(float (&s)[32], Running& run, u8* smem, Notes& no
     for (u32 i = 0; i < 2; ++i) {
         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
+        if (top[i] - before[i] <= SLACK) top[i] = before[i];
         run.total[i] *= exp2_of(run.top[i] - top[i]);
         run.top[i] = top[i];
     }
@@ -155,15 +153,18 @@ __device__ inline void publish(float (&s)[32], Running& run, u8* smem, Notes& no
     if (lane == 0) arrive(&notes.probs[slot]);
 }
 
-// Queues sum * shrink + probabilities @ values of a tile, for this warpgroup's latents.
-__device__ inline void start_values(float (&o)[128], u8* smem, Notes& notes, u32 turn) {
+// Queues sum * shrink + probabilities @ values of a tile, for this warpgroup's latents. Always: no branch around the shrink, for
+// with scores in flight the compiler would wait for them there.
+template <bool Always = false> __device__ inline void start_values(float (&o)[128], u8* smem, Notes& notes, u32 turn) {
     const u32 slot = turn & 1, warpgroup = threadIdx.x >> 7, h = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7);
     wait(&notes.probs[slot], turn >> 1 & 1);
-    wait(&notes.full[slot], turn >> 1 & 1);  // complete: the tile's owner has seen it, and this warpgroup must too
+    wait(&notes.full[slot][warpgroup], turn >> 1 & 1);  // complete: the tile's owner has seen it, and this warpgroup must too
     fence_async();
     const float low = notes.shrink[slot][h], high = notes.shrink[slot][h + 8];
+    if (Always || __any_sync(~0u, low != 1.0f || high != 1.0f)) {
 #pragma unroll
-    for (u32 j = 0; j < 32; ++j) o[4 * j] *= low, o[4 * j + 1] *= low, o[4 * j + 2] *= high, o[4 * j + 3] *= high;
+        for (u32 j = 0; j < 32; ++j) o[4 * j] *= low, o[4 * j + 1] *= low, o[4 * j + 2] *= high, o[4 * j + 3] *= high;
+    }
     const u32 at = shared(smem) + SLOT * (1 + slot);
     const u64 probs = descriptor(at + ROPE_PANEL), values = transposed_descriptor(at + 4 * PANEL * warpgroup);
     wgmma_fence();
@@ -172,17 +173,56 @@ __device__ inline void start_values(float (&o)[128], u8* smem, Notes& notes, u32
     wgmma_commit();
 }
 
-__device__ inline void release(Notes& notes, u32 turn) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) arrive(&notes.empty[turn & 1]);
+// Writes the sum of the only CTA of a query row. Lanes of a row trade places, so that each has 8 latents that adjoin.
+__device__ inline void write_alone(const float (&o)[128], const Args& a, const Notes& notes) {
+    const u32 warpgroup = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, quarter = lane & 3;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 h = warp * 16 + (lane >> 2) + 8 * i;
+        const float4 v = notes.stats[h];
+        const float top = fmaxf(v.x, v.z), total = v.y * exp2_of(v.x - top) + v.w * exp2_of(v.z - top);
+        const float weight = total > 0.0f ? 1.0f / total : 1.0f;  // no entry: 0 / 1; a total that is NaN has a sum that is NaN
+        u8* to = a.out + (a.first_head + h) * a.out_head_bytes;
+        const bool wanted = a.first_head + h < a.heads;
+#pragma unroll
+        for (u32 j = 0; j < 32; j += 4) {
+            if (a.wide_q) {
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n) {
+                    const u32 at = 4 * (j + n) + 2 * i;
+                    if (wanted)
+                        *(float2*)(to + (warpgroup * 256 + 8 * (j + n) + quarter * 2) * 4) =
+                            make_float2(o[at] * weight, o[at + 1] * weight);
+                }
+            } else {
+                u32 w[4];
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n) w[n] = pack_bf16(o[4 * (j + n) + 2 * i] * weight, o[4 * (j + n) + 2 * i + 1] * weight);
+                const bool odd = quarter & 1, upper = quarter & 2;
+#pragma unroll
+                for (u32 n = 0; n < 4; n += 2) {
+                    const u32 got = __shfl_xor_sync(~0u, odd ? w[n] : w[n + 1], 1);
+                    if (odd) w[n] = got;
+                    else w[n + 1] = got;
+                }
+                const u32 x = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2), y = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
+                if (upper) w[0] = x, w[1] = y;
+                else w[2] = x, w[3] = y;
+                if (wanted)
+                    *(uint4*)(to + (warpgroup * 256 + 8 * (j + quarter)) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
+            }
+        }
+    }
 }
 
-__device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u32 tiles, u8* out, i64 out_head_bytes) {
+__device__ inline void release(Notes& notes, u32 turn) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) arrive(&notes.empty[turn & 1][threadIdx.x >> 7]);
+}
+
+__device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 tiles) {
     const u32 warpgroup = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-    if (a.wide_q)
-        load_queries<true>(a, smem, notes, h0);
-    else
-        load_queries<false>(a, smem, notes, h0);
+    load_queries(a, smem, notes);
     float o[128], s[32];
 #pragma unroll
     for (u32 i = 0; i < 128; ++i) o[i] = 0.0f;
@@ -190,7 +230,7 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
     for (u32 i = 0; i < 32; ++i) s[i] = 0.0f;
     Running run;
     u32 turn = 0;
-    if (warpgroup == 0 && tiles > 0) {
+    if (warpgroup == 0 && tiles > 0) {  // apart: in the loop, ptxas would serialise the products
         start_scores(s, smem, notes, 0);
         wgmma_wait<0>();
         settle(s);
@@ -202,11 +242,15 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
         turn = 1;
     }
     // `turn` has the other warpgroup's scores, turn + 1 ours: these first if their rows are there, so that the tensor cores have
-    // work during a softmax; else this tile's values, which free its slot
+    // work during a softmax; else its values, which free a slot
     for (; turn + 1 < tiles; turn += 2) {
-        if (all_agree(warpgroup, is_complete(&notes.full[(turn + 1) & 1], (turn + 1) >> 1 & 1))) {
+        bool early;
+        do {
+            early = all_agree(warpgroup, is_complete(&notes.full[(turn + 1) & 1][1], (turn + 1) >> 1 & 1));
+        } while (AWAIT_ROWS && turn < 2 && !early && !all_agree(warpgroup, is_complete(&notes.probs[turn & 1], turn >> 1 & 1)));
+        if (early) {
             start_scores(s, smem, notes, turn + 1);
-            start_values(o, smem, notes, turn);
+            start_values<true>(o, smem, notes, turn);
             wgmma_wait<1>();
             settle(s);
             publish(s, run, smem, notes, turn + 1, a.scale2);
@@ -233,30 +277,22 @@ __device__ inline void consume(const Args& a, u8* smem, Notes& notes, u32 h0, u3
         wgmma_wait<0>();
         settle(o);
     }
-    named_barrier<1, CONSUMERS>();  // nobody reads rows any more: the sum takes their place
-    float* sum = (float*)(smem + SLOT);
     const u32 h = warp * 16 + (lane >> 2);
-#pragma unroll
-    for (u32 j = 0; j < 32; ++j) {
-        const u32 column = warpgroup * 256 + 8 * j + (lane & 3) * 2;
-        *(float2*)&sum[h * PITCH + column] = make_float2(o[4 * j], o[4 * j + 1]);
-        *(float2*)&sum[(h + 8) * PITCH + column] = make_float2(o[4 * j + 2], o[4 * j + 3]);
-    }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         run.total[i] += __shfl_xor_sync(~0u, run.total[i], 1);
         run.total[i] += __shfl_xor_sync(~0u, run.total[i], 2);
         if ((lane & 3) == 0) ((float2*)&notes.stats[h + 8 * i])[warpgroup] = make_float2(run.top[i], run.total[i]);
     }
+    named_barrier<1, CONSUMERS>();  // nobody reads rows any more, and stats are complete
     if (CLUSTER == 1) {
-        named_barrier<1, CONSUMERS>();
-    } else {
-        cluster_arrive();
-        cluster_wait();
+        write_alone(o, a, notes);
+        return;
     }
-    combine(a, notes, sum, h0, out, out_head_bytes);
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
+    leave_part(o, smem + SLOT, notes);  // where the rows were
+    cluster_arrive();
+    cluster_wait();
+    combine(a, notes, smem + SLOT);
+    cluster_arrive_relaxed();  // has read what it needs of the others
+    cluster_wait();
 }

@@ -60,13 +60,20 @@ __device__ inline u32 pack_bf16(float low, float high) {
     return v;
 }
 
-// (low, high) -> two halves of the format that latents and probabilities have.
-__device__ inline u32 pack(float low, float high) {
-    if (!FP8) return pack_bf16(low, high);
+__device__ inline u32 pack_f16(float low, float high) {
     u32 v;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
+
+__device__ inline float2 unpack_f16(u32 v) {
+    float2 pair;
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(pair.x), "=f"(pair.y) : "r"(v));
+    return pair;
+}
+
+// (low, high) -> two halves of the format that latents and probabilities have.
+__device__ inline u32 pack(float low, float high) { return FP8 ? pack_f16(low, high) : pack_bf16(low, high); }
 
 __device__ inline u32 mul_bf16x2(u32 a, u32 b) {
     u32 v;
@@ -82,6 +89,10 @@ __device__ inline uint4 load_shared(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
+}
+
+__device__ inline void copy16(u32 to, u64 from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ inline uint4 load_or_zero(u64 row, u32 offset) {

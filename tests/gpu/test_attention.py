@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hisparse.ops.cuda import attention_cluster
 from tests.ops.mla_cases import Case, encode, error, exact, make
 
 pytestmark = pytest.mark.gpu
@@ -89,19 +90,19 @@ def test_the_general_kernel_where_the_other_is_chosen(heads, row_dtype):
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("cluster", [1, 2, 3, 4, 6, 8, 16])
-def test_every_cluster(cluster, row_dtype):
+@pytest.mark.parametrize(("cluster", "block_heads"), attention_cluster.SHAPES)
+def test_every_cluster(cluster, block_heads, row_dtype):
     """Shares of the entries that are even, uneven, of one tile, and empty; heads that fill no block; host rows."""
     from hisparse.ops.cuda import attention
 
-    launch = attention.Launch(splits=cluster, per_split=64, cluster=cluster)
+    launch = attention.Launch(splits=cluster, per_split=64, cluster=cluster, block_h=block_heads)
     for change in ({"k": 2048}, {"k": 1111, "host": True, "row_delta": 17}, {"k": 65}, {"heads": 128, "n": 70},
                    {"heads": 40, "k": 500, "masked": 0.97}, {"masked": 1.0},
                    {"q_dtype": F32, "k": 300, "id_dtype": torch.int64}):
         inputs = make(replace(REAL, row_dtype=row_dtype, **change), "cuda")
         out = torch.full((inputs.case.n, inputs.case.heads, 512), float("nan"), dtype=inputs.case.q_dtype, device="cuda")
         inputs.call(attention, launch=launch, out=out)
-        assert error(out, exact(inputs)) < bound(inputs.case) and not bool(out.isnan().any()), (cluster, inputs.case)
+        assert error(out, exact(inputs)) < bound(inputs.case) and not bool(out.isnan().any()), (launch, inputs.case)
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])

@@ -115,6 +115,14 @@ def test_plans_cover_every_entry_and_fill_the_gpu(heads, row_dtype):
         assert attention.plan_launch(4096, heads, 2048, row_dtype, 512, 64, H200, aligned).splits == 1
 
 
+@pytest.mark.parametrize(("num", "heads", "want"), [
+    (1, 64, (16, 16)), (1, 128, (16, 32)), (4, 64, (16, 64)), (4, 128, (8, 64)), (16, 64, (6, 64)), (128, 64, (1, 64)),
+])
+def test_few_query_rows_are_cut_into_small_blocks_of_heads(num, heads, want):
+    assert attention_cluster.plan_cluster(num, heads, 2048, 132) == want and want in attention_cluster.SHAPES
+    assert attention.plan_launch(num, heads, 2048, torch.uint8, 512, 64, H200).block_h == want[1]
+
+
 def test_other_widths_and_gpus_get_the_triton_kernel():
     assert attention.plan_launch(16, 64, 2048, torch.bfloat16, 512, 64, H200).cluster
     for latent, rope, device in ((256, 64, H200), (512, 32, H200), (512, 64, (10, 148)), (512, 64, (8, 108))):

@@ -40,7 +40,7 @@ class Launch:
 
     Attributes:
         splits: parts of a query row's entries. per_split: entries of a part, a multiple of block_n.
-        cluster: CTAs of a query row and block of heads in `attention_cluster`; 0 = the Triton kernel runs, as the rest says.
+        cluster: CTAs of a query row and block of block_h heads in `attention_cluster`; 0 = the Triton kernel runs, as all says.
         block_h, block_n: heads and entries of a tile. warps, stages: of a program. part_dtype: of the parts.
         pdl: the combination is launched before the parts are complete, and waits on the device (from Hopper on).
     """
@@ -118,7 +118,7 @@ def sparse_mla(
         launch = plan_launch(num, heads, k, rows.dtype, latent_dim, width - latent_dim, facts,
                              attention_cluster.suits(q, rows, out))
     if launch.cluster:
-        attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster)
+        attention_cluster.attend(q, rows, row_ids, scaling, row_delta, host_rows, host_ids, out, launch.cluster, launch.block_h)
         return out, gathered
     target, lse = out, out
     if launch.splits > 1:
@@ -166,8 +166,8 @@ def plan_launch(num: int, heads: int, k: int, row_dtype: torch.dtype, latent_dim
     is_float32, is_fp8 = row_dtype == torch.float32, row_dtype == torch.uint8
     is_real = major == 9 and (latent_dim, rope) == (attention_cluster.LATENT, attention_cluster.ROPE)
     if is_real and aligned and not is_float32 and (is_fp8 or heads > _FEW_HEADS):
-        cluster = attention_cluster.plan_cluster(num, heads, k, processors)
-        return Launch(splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster)
+        cluster, block_heads = attention_cluster.plan_cluster(num, heads, k, processors)
+        return Launch(splits=cluster, per_split=-(-triton.cdiv(k, 64) // cluster) * 64, cluster=cluster, block_h=block_heads)
     block_h = 16 if heads <= 16 or is_float32 else 32 if heads <= 32 or latent_dim < 256 else 64
     block_n = 16 if is_float32 else 64 if latent_dim < 256 or (block_h == 16 and not is_fp8) else 32
     warps = 8 if block_h == 64 or (block_n == 64 and latent_dim >= 256) else 4

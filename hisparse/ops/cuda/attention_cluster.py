@@ -13,19 +13,23 @@ from hisparse.ops.cuda.module import Instance, Kernel, compile_ahead, load
 ARCHITECTURE = "sm_90a"
 HEADS, TILE, THREADS = 64, 64, 384
 LATENT, ROPE = 512, 64
-SHARED_BYTES = 3 * 9 * 8192 + 4096 + 1024
+SHARED_BYTES = 3 * 9 * 8192 + 6144 + 1024
 """Queries and two slots of rows; what is known of them; alignment of the first."""
 RESIDENT = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15, 16: 7}
 """Clusters of each size that an H200 of 132 multiprocessors runs at once (cuOccupancyMaxActiveClusters): a GPU processing
 cluster has 16 to 18 multiprocessors, so that larger ones leave some idle."""
+SHAPES = (*((cluster, HEADS) for cluster in RESIDENT), (16, 32), (16, 16))
+"""Clusters, and the heads of a block that each is compiled for: few query rows leave multiprocessors idle, which can take a
+part of the combination each."""
 _H200_PROCESSORS = 132
 _PORTABLE_CLUSTER = 8
 _TILE_US, _FIXED_US, _COMBINE_US, _RANK_US = 1.7, 5.0, 1.5, 0.1
 """Of a tile; of a CTA's start and end; of the combination of a cluster, and of each of its CTAs."""
 
 
-def instance(cluster: int, is_fp8: bool) -> Instance:
-    return Instance("attention.cu", "sparse_mla", {"CLUSTER": cluster, "FP8": int(is_fp8)}, ARCHITECTURE)
+def instance(cluster: int, block_heads: int, is_fp8: bool) -> Instance:
+    return Instance("attention.cu", "sparse_mla", {"CLUSTER": cluster, "BLOCK_HEADS": block_heads, "FP8": int(is_fp8)},
+                    ARCHITECTURE)
 
 
 def suits(q: Tensor, rows: Tensor, out: Tensor) -> bool:
@@ -38,30 +42,30 @@ def _stride_bytes(x: Tensor) -> tuple[int, int]:
     return x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
 
 
-def plan_cluster(num: int, heads: int, k: int, processors: int) -> int:
-    """CTAs of a cluster: the least estimated time.
+def plan_cluster(num: int, heads: int, k: int, processors: int) -> tuple[int, int]:
+    """(CTAs of a cluster, heads of its block): the least estimated time.
 
-    Example: 16 query rows, 64 heads, k 2048 on 132 multiprocessors -> 6 CTAs, each 320 or 384 entries.
+    Examples: 16 query rows, 64 heads, k 2048 on 132 multiprocessors -> 6 CTAs, each 320 or 384 entries, for all 64 heads; one
+    query row -> 16 CTAs for 16 heads, four times.
     """
-    tiles, programs = max(1, math.ceil(k / TILE)), num * math.ceil(heads / HEADS)
-    best = (math.inf, 1)
-    for cluster, resident in RESIDENT.items():
+    tiles, best = max(1, math.ceil(k / TILE)), (math.inf, 1, HEADS)
+    for cluster, block_heads in SHAPES:
         if cluster > tiles:
-            break
-        waves = math.ceil(programs / max(1, resident * processors // _H200_PROCESSORS))
+            continue
+        waves = math.ceil(num * math.ceil(heads / block_heads) / max(1, RESIDENT[cluster] * processors // _H200_PROCESSORS))
         cost = waves * (math.ceil(tiles / cluster) * _TILE_US + _FIXED_US)
         if cluster > 1:
-            cost += _COMBINE_US + _RANK_US * cluster
-        best = min(best, (cost, cluster))
-    return best[1]
+            cost += _COMBINE_US * block_heads / HEADS + _RANK_US * cluster
+        best = min(best, (cost, cluster, block_heads))
+    return best[1], best[2]
 
 
 def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: int, host_rows: Tensor | None,
-           host_ids: Tensor | None, out: Tensor, cluster: int) -> None:
+           host_ids: Tensor | None, out: Tensor, cluster: int, block_heads: int = HEADS) -> None:
     """Launches. Arguments as `attention.sparse_mla` has checked them, and as `suits` says."""
     num, heads, _ = q.shape
-    run = _loaded(cluster, rows.dtype == torch.uint8, torch.cuda.current_device())
-    run((num * math.ceil(heads / HEADS) * cluster,), THREADS, (
+    run = _loaded(cluster, block_heads, rows.dtype == torch.uint8, torch.cuda.current_device())
+    run((num * math.ceil(heads / block_heads) * cluster,), THREADS, (
         q, rows, host_rows, row_ids, host_ids, out, scaling * math.log2(math.e), row_delta, row_ids.shape[1], heads,
         *_stride_bytes(q), row_ids.stride(0), 0 if host_ids is None else host_ids.stride(0), *_stride_bytes(out),
         row_ids.dtype == torch.int64, host_ids is not None and host_ids.dtype == torch.int64, q.dtype == torch.float32,
@@ -69,14 +73,14 @@ def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: 
 
 
 @functools.cache
-def _loaded(cluster: int, is_fp8: bool, device: int) -> Kernel:
-    compile_ahead(instance(size, is_fp8) for size in RESIDENT)  # batches of other sizes follow
-    loaded = load(instance(cluster, is_fp8))
+def _loaded(cluster: int, block_heads: int, is_fp8: bool, device: int) -> Kernel:
+    compile_ahead(instance(*shape, is_fp8) for shape in SHAPES)  # batches of other sizes follow
+    loaded = load(instance(cluster, block_heads, is_fp8))
     if cluster > _PORTABLE_CLUSTER:
         loaded.allow_large_clusters()
     loaded.allow_shared_bytes(SHARED_BYTES)
     return loaded
 
 
-INSTANCES = tuple(instance(cluster, is_fp8) for cluster in (1, 6, 16) for is_fp8 in (False, True))
+INSTANCES = tuple(instance(*shape, is_fp8) for shape in ((1, HEADS), (6, HEADS), (16, 16)) for is_fp8 in (False, True))
 """For CI; other sizes differ in the bounds of a loop."""
