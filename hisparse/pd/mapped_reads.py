@@ -20,7 +20,7 @@ import numpy as np
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.descriptors import cut
-from hisparse.pd.transport import Descriptors, Transport
+from hisparse.pd.transport import Descriptors, PeerLost, Transport
 
 PIECE_BYTES, UNIT_BYTES = 256 << 10, 16
 """Most bytes of a piece, which one CTA copies; and what addresses and lengths must be multiples of."""
@@ -130,9 +130,13 @@ class MappedReads:
         pieces = self._pieces(state, descriptors) if state is not None else None
         if state is None or pieces is None or self._gpu is None:
             return self._transport.read(peer, descriptors)
-        read = MappedRead(peer, self._gpu.read(pieces))
-        state.reads.add(read)
+        read = MappedRead(peer, None)
+        state.reads.add(read)  # first: a part of one that fails may be under way, which only closing the endpoint ends
         state.idle_s = self._clock()
+        try:
+            read.event = self._gpu.read(pieces)
+        except RuntimeError as error:
+            raise PeerLost(f"READ of mapped memory from {peer}: {error}") from error
         return read
 
     def poll(self, handle: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -87,3 +88,42 @@ def test_what_cannot_be_shared_or_mapped_is_an_error_and_leaves_the_device_usabl
     with pytest.raises((DriverError, InvariantError)):
         gpu.export(pinned.data_ptr(), 4096)
     assert int((own + own).sum()) == 2 * own.numel()
+
+
+@contextlib.contextmanager
+def full_gpu() -> Iterator[None]:
+    """No allocation of torch on the device succeeds, of whatever size."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    held = []
+    try:
+        for size in (2 << 20, 1 << 20, 1 << 16, 1 << 9):  # the rest of the blocks that torch keeps
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda:0"))
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_full_gpu_takes_a_read_of_any_number_of_pieces(shared: tuple[bytes, int]) -> None:
+    from hisparse.ops.cuda.peer_memory import PeerMemory
+
+    gpu, (handle, offset) = PeerMemory(torch.device("cuda", 0)), shared
+    base, _ = gpu.open(handle)
+    target, source = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0"), content()[LEAD:]
+    for num, size in ((1, 4096), (128, 4096), (129, 4096), (1360, 4096), (1361, 2048), (4000, 2048)):
+        order, starts = np.random.default_rng(num).permutation(num), np.arange(num, dtype=np.int64) * size
+        target.zero_()
+        torch.cuda.synchronize()
+        with full_gpu():
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                torch.empty(num * 24, dtype=torch.uint8, device="cuda:0")
+            event = gpu.read(np.stack([base + offset + starts[order], target.data_ptr() + starts, np.full(num, size)], axis=1))
+        event.synchronize()
+        got = target.cpu()
+        assert torch.equal(got[: num * size].view(num, size), source[: num * size].view(num, size)[order])
+        assert not got[num * size :].any()
+    gpu.close(base)
