@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing as mp
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -10,6 +9,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+
+from tests.gpu.full_gpu import full_gpu
 
 pytestmark = pytest.mark.gpu
 SIZE, LEAD = 8 << 20, 4096
@@ -88,24 +89,6 @@ def test_what_cannot_be_shared_or_mapped_is_an_error_and_leaves_the_device_usabl
     with pytest.raises((DriverError, InvariantError)):
         gpu.export(pinned.data_ptr(), 4096)
     assert int((own + own).sum()) == 2 * own.numel()
-
-
-@contextlib.contextmanager
-def full_gpu() -> Iterator[None]:
-    """No allocation of torch on the device succeeds, of whatever size."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    held = []
-    try:
-        for size in (2 << 20, 1 << 20, 1 << 16, 1 << 9):  # the rest of the blocks that torch keeps
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                while True:
-                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda:0"))
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_full_gpu_takes_a_read_of_any_number_of_pieces(shared: tuple[bytes, int]) -> None:

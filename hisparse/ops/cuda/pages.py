@@ -134,14 +134,21 @@ class PageCopier:
         check_staging(self._layout, staging, len(pages), slot_pages)
         if not staging.is_cuda or staging.data_ptr() % 16:
             raise InvariantError(f"staging must be 16-byte aligned on CUDA (or an alias of host memory), got {staging.device}")
-        parts = self._staged.get((layered, slot_pages))
-        if parts is None:
-            places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
-            no_host = [(0, 0)] * len(places)
-            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
-                                strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
-            self._staged[layered, slot_pages] = parts
+        parts = self._staged.get((layered, slot_pages)) or self._prepare(layered, slot_pages)
         self._copy(parts, pages, send=True, source_base=staging.data_ptr(), placed=True)
+
+    def prepare_scatter(self, slot_pages: int) -> None:
+        """Takes the memory that `scatter` of slots of this size needs, which the first one would take otherwise."""
+        for layered in (False, True):
+            self._prepare(layered, slot_pages)
+
+    def _prepare(self, layered: bool, slot_pages: int) -> _Parts:
+        places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
+        no_host = [(0, 0)] * len(places)
+        parts = self._staged[layered, slot_pages] = self._parts(
+            [(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
+            strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
+        return parts
 
     def copy_blocks(self, pairs: PageList) -> None:
         """Whole device blocks of any group, (from, to); the rows of the list are ignored."""
