@@ -78,7 +78,7 @@ class Importer:
             transport.register(address, num_bytes)
         for address, num_bytes, gpu in (*memory.device_slabs, *slots.device_slabs):
             transport.register(address, num_bytes, gpu)
-        self.peers = PeerTable(transport, clock)
+        self.peers = PeerTable(transport, clock, on_replaced=self._restarted)
         self._scatter = make_scatter(memory, slot_pages)
         self._planners = ReadPlanners(self._layout, memory.regions, one_memory=not memory.on_cuda,
                                       bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
@@ -107,13 +107,10 @@ class Importer:
         try:
             if source.agent in self._lost:
                 raise TransferError(f"the endpoint of {source.agent} is being closed: {self._lost[source.agent].why}")
-            replaced = self.peers.connect(plan.peer_id, source)
+            self.peers.connect(plan.peer_id, source)
         except TransferError as error:
             self._fail(job, ImportFailure.REFUSED, str(error))
             return
-        for other in self._jobs.values():
-            if other.source.agent in replaced:
-                self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
         reads, job.straight = data_reads(planner, rows_of, self.slots, to_host=to_host and self._writer,
                                          slot_pages=self._slot_pages, max_read_bytes=self._max_read_bytes)
@@ -327,6 +324,13 @@ class Importer:
             if job.source.agent == agent:
                 self._abort(job, ImportFailure.TRANSFER, f"the endpoint was closed: {lost.why}")
         return True
+
+    def _restarted(self, old: str, new: str) -> None:
+        """The peer table disconnected an agent for its successor, because of an import or of a notice."""
+        self._lost.pop(old, None)
+        for job in self._jobs.values():
+            if job.source.agent == old:
+                self._abort(job, ImportFailure.RESTARTED, f"{old} was replaced by {new}")
 
     def _abort(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""

@@ -333,10 +333,9 @@ def a_refused_answer_keeps_its_lease(patch: Patch) -> None:
 
 def a_restarted_peer_is_taken_for_the_old_one(patch: Patch) -> None:
     """A restarted peer is a new agent, connected anew."""
-    def connect(original: Any, self: PeerTable, peer_id: str, endpoint: Any) -> list[str]:
-        if (peer_id, endpoint.rank) in self._agents:
-            return []
-        return list(original(self, peer_id, endpoint))
+    def connect(original: Any, self: PeerTable, peer_id: str, endpoint: Any) -> None:
+        if (peer_id, endpoint.rank) not in self._agents:
+            original(self, peer_id, endpoint)
     wrap(patch, PeerTable, "connect", connect)
 
 

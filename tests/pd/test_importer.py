@@ -345,6 +345,35 @@ def test_b31_restarted_peer_replaces_the_old_agent_for_good() -> None:
     assert ack.failure is ImportFailure.REFUSED and "newer incarnation" in ack.reason
 
 
+@pytest.mark.parametrize("was_lost", [False, True])
+def test_imports_from_an_agent_end_with_it_also_if_its_successor_cannot_be_reached(was_lost: bool) -> None:
+    network = LoopbackNetwork()
+    old, decode = Side("p", network, seed=1, incarnation=1), Side("d", network, seed=2)
+    importer, transport = decode.importers[0], decode.transports[0]
+    decode.faults.hang = lambda number: True
+    importer.submit(make_plan(old, *tables("resident"), Landing.HOST))
+    importer.pump()
+    if was_lost:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoopbackTransport, "disconnect", refuse_to_disconnect)
+            decode.clock.advance(100.0)
+            importer.pump()
+            assert importer.busy() and not importer.take_acks(), "in quarantine, as its endpoint is open"
+    new = Side("p", network, seed=5, incarnation=2)
+    network.kill(new.endpoints[0].agent)
+    with pytest.raises(TransferError):
+        importer.peers.connect("p", new.endpoints[0])
+    importer.pump()
+    (ack,) = importer.take_acks()
+    assert ack.failure is (ImportFailure.TIMEOUT if was_lost else ImportFailure.RESTARTED)
+    assert not importer.busy() and not transport._reads
+    importer.check()
+
+
+def refuse_to_disconnect(self: LoopbackTransport, peer: str) -> None:
+    raise TransferError("busy")
+
+
 def test_cancel_posts_nothing_more_and_drains() -> None:
     prefill, decode = pair(faults=LoopbackFaults(delay_polls=4), slots=2, slot_pages=1)
     source, target = tables("resident")
