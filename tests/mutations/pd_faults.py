@@ -30,8 +30,9 @@ from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.protocol import Notice, encode_notice
+from hisparse.pd.reads import Read
 from hisparse.pd.repaging import RepagingPlanner
-from hisparse.pd.running_import import Phase, Read
+from hisparse.pd.running_import import Phase
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
@@ -52,7 +53,7 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         job = self._jobs[plan.job_id]
         if job.failure is None:
             batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-            job.waiting.extendleft(Read(runs=batch) for batch in batches)
+            job.waiting.extend(Read(runs=batch, pool=self.slots.generations) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",
          lambda original, self, job: setattr(job, "phase", Phase.VERIFY))
