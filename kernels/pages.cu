@@ -20,7 +20,8 @@
 // CTAs as on many. send_pages has a bounded number of bytes on their way, because it waits until a piece is written.
 //
 // gather_pages: the same copy loop, driven by one seat's rows of the block tables.
-// read_pieces: the same copy loop over a list of addresses; the sources may be another process's memory, mapped here.
+// read_pieces: the same copy loop over a list of addresses, LIST_PIECES at most, in the parameters; the sources may be another
+// process's memory, mapped here.
 
 #include "common.cuh"
 
@@ -33,6 +34,9 @@
 #ifndef LIST_WORDS
 #define LIST_WORDS 4
 #endif
+#ifndef LIST_PIECES
+#define LIST_PIECES 1
+#endif
 #ifndef STAGES
 #define STAGES 2
 #endif
@@ -42,6 +46,10 @@
 
 struct List {
     int words[LIST_WORDS];
+};
+
+struct Pieces {
+    i64 of[LIST_PIECES][3];
 };
 
 // All threads of the CTA; `second` may be null.
@@ -182,11 +190,12 @@ gather_pages(const int* source, const int* resident, i64 first_page, i64 num_pag
     }
 }
 
-// pieces [num_pieces, 3]: source address, target address, bytes, all multiples of 16; no target overlaps anything. A CTA takes
-// every gridDim.x-th piece. A source on another GPU is far away: what is in flight, CTAs * THREADS * UNROLL * 16 bytes, is the rate.
-extern "C" __global__ void __launch_bounds__(THREADS) read_pieces(const i64* pieces, i64 num_pieces) {
+// Each of the pieces: source address, target address, bytes, all multiples of 16; no target overlaps anything. A CTA takes every
+// gridDim.x-th one. A source on another GPU is far away: what is in flight, CTAs * THREADS * UNROLL * 16 bytes, is the rate.
+extern "C" __global__ void __launch_bounds__(THREADS)
+read_pieces(const __grid_constant__ Pieces pieces, i64 num_pieces) {
     for (i64 item = blockIdx.x; item < num_pieces; item += gridDim.x) {
-        const i64* piece = pieces + item * 3;
+        const i64* piece = pieces.of[item];
         copy_bytes(reinterpret_cast<const char*>(piece[0]), reinterpret_cast<char*>(piece[1]), nullptr, piece[2]);
     }
 }

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hisparse.actors.engine_loop import Core, EngineLoop
-from hisparse.actors.garbage import IdleCollector
 from hisparse.actors.output_streams import OutputStreams, merge
 from hisparse.config import GIB
+from hisparse.engine.garbage import IdleCollector
 from hisparse.errors import EngineDeadError, InvariantError
 from hisparse.metrics import EngineFeed, Sink
 from hisparse.types import RequestOutput, SamplingParams

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from hisparse.actors.garbage import IdleCollector
+from hisparse.engine.garbage import IdleCollector
 from hisparse.errors import EngineDeadError
 from hisparse.types import RequestOutput, SamplingParams
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hisparse.actors import logs
-from hisparse.actors.garbage import freeze_heap
 from hisparse.actors.handles import Actor
 from hisparse.actors.keeper import Segment
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
+from hisparse.engine.garbage import freeze_heap
 from hisparse.errors import ConfigError, InvariantError
 from hisparse.types import StepCommand, StepResult
 

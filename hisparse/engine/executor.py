@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hisparse.config import HiSparseConfig, host_blocks, kv_layout
 from hisparse.engine.device import check_devices
+from hisparse.engine.garbage import freeze_heap
 from hisparse.engine.models.hf import check_model
 from hisparse.engine.parallel import join_group, leave_group
 from hisparse.engine.rank import ConnectorFactory, RankEngine
@@ -278,6 +279,7 @@ def _rank_main(pipe: Connection, config: HiSparseConfig, rank: int, incarnation:
             pool = HostPool.attach(layout, host_blocks(config.cache, layout, config.model.max_model_len), pool_path)
         engine = RankEngine(config, rank=rank, num_ranks=size, incarnation=incarnation, host_pool=pool,
                             extra_connectors=connectors, process_group=group)
+        freeze_heap()  # the process is the rank's own; that of an inline rank is not
         pipe.send(("ok", engine.handshakes))
         while (command := pipe.recv()) is not None:
             pipe.send(("ok", engine.execute(command)))

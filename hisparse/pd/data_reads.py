@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hisparse.pd.descriptors import ReadPlanner, split
 from hisparse.pd.pages import Ids
+from hisparse.pd.reads import Read
 from hisparse.pd.repaging import RepagingPlanner
-from hisparse.pd.running_import import Read
 from hisparse.pd.staging_pools import StagingPools
 from hisparse.pd.transport import Descriptors
 
@@ -14,8 +14,8 @@ def data_reads(planner: ReadPlanner | RepagingPlanner, pages: Ids, slots: Stagin
                max_read_bytes: int | None) -> tuple[list[Read], bool]:
     """READs of every page's indexer keys and of the rows of `pages` (indices), straight to their place or to a slot.
 
-    Those of slots have no descriptors yet, as their addresses are not known, and come last: whatever stands behind one waits
-    for a slot, too. Only the first stands in front of all: the way out of a slot is the longer one, and begins at once.
+    Those of slots have no descriptors yet, as their addresses are not known, and come last. Only the first stands in front of
+    all: the way out of a slot is the longer one, and begins at once.
 
     Args:
         to_host: this rank writes host pages. max_read_bytes: see `split`.
@@ -26,7 +26,8 @@ def data_reads(planner: ReadPlanner | RepagingPlanner, pages: Ids, slots: Stagin
     num_straight = 0
     for memory, some in planner.by_memory(pages):  # one READ has one kind of memory on either side
         if slots.used(memory, to_host=to_host):
-            staged += [Read(pages=chunk, memory=memory) for chunk in planner.slot_chunks(some, slot_pages)]
+            pool = slots.of(memory)
+            staged += [Read(pages=chunk, memory=memory, pool=pool) for chunk in planner.slot_chunks(some, slot_pages)]
         else:
             straight += planner.straight(some, to_host=to_host)
             num_straight += some.size

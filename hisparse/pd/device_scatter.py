@@ -28,6 +28,7 @@ class DeviceScatter:
         layers = range(memory.layout.shape.num_layers)
         host_rows = [memory.pool.device_rows(layer) for layer in layers] if memory.pool is not None else []
         self._copier = self._ops.PageCopier(memory.layout, rows, host_rows)
+        self._copier.prepare_scatter(slot_pages)  # a GPU that is full later must not end the transfer thread
 
     def from_slot(self, plan: ImportPlan, pages: Ids, pool: SlotPool, slot: int, *, layered: bool, to_host: bool) -> None:
         if pool.tensor is None:

@@ -22,20 +22,23 @@ from hisparse.pd.commands import ImportAck, ImportFailure, ImportPlan
 from hisparse.pd.copies import CopyEvent, copy_now
 from hisparse.pd.data_reads import data_reads
 from hisparse.pd.descriptors import mirrored
-from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, generation_reads, plan_check
+from hisparse.pd.generations import GENERATION_BYTES, GenerationRun, first_difference, plan_check
 from hisparse.pd.memory import LocalMemory
 from hisparse.pd.peers import PeerTable
+from hisparse.pd.read_slots import ReadSlots
+from hisparse.pd.reads import Read
 from hisparse.pd.repaging import ReadPlanners
-from hisparse.pd.running_import import Phase, Read, RunningImport
+from hisparse.pd.running_import import Phase, RunningImport
 from hisparse.pd.scatter import make_scatter
+from hisparse.pd.staging import SlotPool
 from hisparse.pd.staging_pools import StagingPools
-from hisparse.pd.transport import Descriptors, PeerLost, Transport
+from hisparse.pd.transport import PeerLost, Transport
 from hisparse.types import Landing
 
 BRIDGE_BYTES = 1 << 19
 """Padding between two pages that is read with them on CUDA: a descriptor costs 8 us, in which a link moves more than that."""
-DIRECT_READS, MAX_READ_BYTES_CUDA = 4, 256 << 20
-"""READs without a staging slot that one import has posted at a time; between GPUs one of 256 MB takes a millisecond."""
+MAX_READ_BYTES_CUDA = 256 << 20
+"""Of a READ without a staging slot; between GPUs one of so many takes a millisecond."""
 
 
 @dataclass(slots=True)
@@ -71,14 +74,14 @@ class Importer:
         self._rank, self._writer = rank, host_writer
         self._slot_pages, self._drain_s = slot_pages, drain_s
         self._clock, self._copy, self._ready = clock, copy_engine, ready
-        self._staged_reads = staging_slots if staged_reads is None else staged_reads
         self._max_read_bytes = MAX_READ_BYTES_CUDA if memory.on_cuda else None
         self.slots = slots = StagingPools(memory, num_slots=staging_slots, slot_pages=slot_pages, direct=direct)
+        self._room = ReadSlots(slots, slot_pages=slot_pages, staged_reads=staged_reads or staging_slots)
         for address, num_bytes in slots.slabs:
             transport.register(address, num_bytes)
         for address, num_bytes, gpu in (*memory.device_slabs, *slots.device_slabs):
             transport.register(address, num_bytes, gpu)
-        self.peers = PeerTable(transport, clock)
+        self.peers = PeerTable(transport, clock, on_replaced=self._restarted)
         self._scatter = make_scatter(memory, slot_pages)
         self._planners = ReadPlanners(self._layout, memory.regions, one_memory=not memory.on_cuda,
                                       bridge_bytes=BRIDGE_BYTES if memory.on_cuda else 0)
@@ -107,13 +110,10 @@ class Importer:
         try:
             if source.agent in self._lost:
                 raise TransferError(f"the endpoint of {source.agent} is being closed: {self._lost[source.agent].why}")
-            replaced = self.peers.connect(plan.peer_id, source)
+            self.peers.connect(plan.peer_id, source)
         except TransferError as error:
             self._fail(job, ImportFailure.REFUSED, str(error))
             return
-        for other in self._jobs.values():
-            if other.source.agent in replaced:
-                self._abort(other, ImportFailure.RESTARTED, f"{other.source.agent} was replaced by {source.agent}")
         job.reads = planner = self._planners.make(plan, source)
         reads, job.straight = data_reads(planner, rows_of, self.slots, to_host=to_host and self._writer,
                                          slot_pages=self._slot_pages, max_read_bytes=self._max_read_bytes)
@@ -135,7 +135,10 @@ class Importer:
         moved = False
         for agent in list(self._lost):
             moved |= self._close_lost(agent)
-        for job in list(self._jobs.values()):
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            moved |= self._look(job)
+        for job in jobs:  # a slot that any of them gave back is for the oldest that needs one
             moved |= self._advance(job)
         return moved
 
@@ -148,23 +151,30 @@ class Importer:
 
     def check(self) -> None:
         """Slots held are those of running imports."""
-        self.slots.check(sum(read.slot >= 0 for job in self._jobs.values() for read in (*job.posted, *job.copying)))
+        self.slots.check(sum(read.slot >= 0 for job in self._jobs.values()
+                             for read in (*job.posted, *job.landed, *job.copying)))
 
-    def _advance(self, job: RunningImport) -> bool:
-        now = self._clock()
-        moved, landed = self._poll_reads(job)
+    def _look(self, job: RunningImport) -> bool:
+        """At what was posted and copied, and at the clock. True = something is over."""
+        now = self._clock()  # a READ that ended until now has ended in time
+        moved = self._poll_reads(job)
         moved |= self._poll_copies(job)
         if job.failure is None and now >= job.deadline_s:
             self._fail(job, ImportFailure.TIMEOUT, f"not done within {job.plan.deadline_s:g} s")
+        if job.posted and now >= job.deadline_s + self._drain_s:
+            self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
+        return moved
+
+    def _advance(self, job: RunningImport) -> bool:
+        moved = False
         job.ready = job.ready or self._ready(job.plan.job_id)
         if job.failure is None and job.ready:
             moved |= self._post(job)
-        for read in landed:  # behind the next READ, which moves meanwhile
+        for read in job.landed:  # behind the next READ, which moves meanwhile
             self._start_copy(job, read)
+        job.landed.clear()
         if job.checks is None and not job.waiting and job.failure is None:
             job.checks = self._plan_check(job)  # while the last READs move
-        if job.posted and now >= job.deadline_s + self._drain_s:
-            self._lose(job.source.agent, f"a READ did not end within {self._drain_s:g} s after its deadline")
         if job.posted or job.copying or job.waiting:
             return moved
         if job.failure is None and job.phase is Phase.DATA:
@@ -172,13 +182,12 @@ class Importer:
             return True
         if job.failure is None and job.phase is Phase.VERIFY and self._start_mirrors(job):
             return True
-        self._finish(job, now)
+        self._finish(job)
         return True
 
-    def _poll_reads(self, job: RunningImport) -> tuple[bool, list[Read]]:
-        """Whether something moved, and the slots that are to be copied out of."""
+    def _poll_reads(self, job: RunningImport) -> bool:
+        """Whether something moved."""
         moved = False
-        landed: list[Read] = []
         for read in list(job.posted):
             if read.handle is None:
                 continue  # lost: only the closed endpoint ends it
@@ -189,21 +198,21 @@ class Importer:
                 read.handle = None
                 self._fail(job, ImportFailure.TRANSFER, str(error))
                 self._lose(job.source.agent, str(error))
-                return True, landed
+                return True
             except TransferError as error:
                 job.posted.remove(read)
                 self._free_slot(read)
                 self._fail(job, ImportFailure.TRANSFER, str(error))
-                return True, landed
+                return True
             moved = True
             job.posted.remove(read)
             if read.pages is not None:
-                landed.append(read)
+                job.landed.append(read)
                 continue
             if job.failure is None and read.runs is not None:
                 self._compare(job, read)
             self._free_slot(read)
-        return moved, landed
+        return moved
 
     def _start_copy(self, job: RunningImport, read: Read) -> None:
         """Of a slot whose READ is over; of a failed import the slot is free."""
@@ -226,35 +235,20 @@ class Importer:
         return bool(done)
 
     def _post(self, job: RunningImport) -> bool:
-        moved, agent, planner = False, job.source.agent, job.reads
-        assert planner is not None
-        direct = sum(read.slot < 0 for read in job.posted)
-        staged = sum(read.pages is not None for read in job.posted)
-        stuck: list[Read] = []
-        while job.waiting and job.failure is None:
-            read = job.waiting.popleft()
-            if read.descriptors is not None:
-                if direct >= DIRECT_READS:
-                    stuck.append(read)
-                    continue
-                direct += 1
-                descriptors = read.descriptors
-            else:
-                pool = self.slots.generations if read.pages is None else self.slots.of(read.memory)
-                slot = pool.acquire(agent) if read.pages is None or staged < self._staged_reads else None
-                if slot is None:
-                    job.waiting.appendleft(read)
-                    break  # in order; nearly all that is behind it needs a slot, too
-                staged += 1
-                read.pool, read.slot = pool, slot
-                descriptors = (planner.to_slot(read.pages, pool.slot_address(slot), self._slot_pages)
-                               if read.pages is not None else self._generation_reads(read))
+        moved, full = False, set[SlotPool | None]()
+        while job.failure is None and (read := job.waiting.first(full)) is not None:
+            if not self._room.find(job, read):
+                full.add(read.pool)  # READs of other pools, or of none, go on
+                continue
+            job.waiting.take(read)
+            moved = True
+            descriptors = self._room.descriptors(job, read)
             try:
-                read.handle = self._transport.read(agent, descriptors)
+                read.handle = self._transport.read(job.source.agent, descriptors)
             except PeerLost as error:
                 job.posted.append(read)
                 self._fail(job, ImportFailure.TRANSFER, str(error))
-                self._lose(agent, str(error))
+                self._lose(job.source.agent, str(error))
                 return True
             except TransferError as error:
                 self._free_slot(read)
@@ -262,8 +256,6 @@ class Importer:
                 return True
             job.num_bytes += int(descriptors[:, 2].sum())
             job.posted.append(read)
-            moved = True
-        job.waiting.extendleft(reversed(stuck))
         return moved
 
     # ---- generations
@@ -274,13 +266,7 @@ class Importer:
     def _start_verify(self, job: RunningImport) -> None:
         assert job.checks is not None
         job.phase = Phase.VERIFY
-        job.waiting.extend(Read(runs=batch) for batch in job.checks)
-
-    def _generation_reads(self, read: Read) -> Descriptors:
-        assert read.runs is not None
-        # No page has generation 0: a READ that moves nothing must not find an earlier answer in the slot.
-        self.slots.generations.memory[read.slot] = 0
-        return generation_reads(read.runs, self.slots.generations.slot_address(read.slot))
+        job.waiting.extend(Read(runs=batch, pool=self.slots.generations) for batch in job.checks)
 
     def _compare(self, job: RunningImport, read: Read) -> None:
         assert read.runs is not None
@@ -298,12 +284,12 @@ class Importer:
         return True
 
     # ---- ends
-    def _finish(self, job: RunningImport, now: float) -> None:
+    def _finish(self, job: RunningImport) -> None:
         if job.failure is None and job.plan.landing is Landing.HOST and self._writer:
             self._scatter.set_row_masks(job.plan)
         del self._jobs[job.plan.job_id]
         self._acks.append(ImportAck(job_id=job.plan.job_id, failure=job.failure, reason=job.reason,
-                                    num_bytes=job.num_bytes, seconds=now - job.started_at_s))
+                                    num_bytes=job.num_bytes, seconds=self._clock() - job.started_at_s))
 
     def _fail(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         job.waiting.clear()
@@ -327,6 +313,13 @@ class Importer:
             if job.source.agent == agent:
                 self._abort(job, ImportFailure.TRANSFER, f"the endpoint was closed: {lost.why}")
         return True
+
+    def _restarted(self, old: str, new: str) -> None:
+        """The peer table disconnected an agent for its successor, because of an import or of a notice."""
+        self._lost.pop(old, None)
+        for job in self._jobs.values():
+            if job.source.agent == old:
+                self._abort(job, ImportFailure.RESTARTED, f"{old} was replaced by {new}")
 
     def _abort(self, job: RunningImport, failure: ImportFailure, reason: str) -> None:
         """The job's endpoint is closed: its READs are over."""

@@ -9,7 +9,6 @@ keeps its memory from being free. So memory is mapped for READs only, and for a 
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,16 +19,16 @@ import numpy as np
 
 from hisparse.errors import InvariantError, TransferError
 from hisparse.pd.descriptors import cut
-from hisparse.pd.transport import Descriptors, Transport
+from hisparse.pd.ranges_head import RangesHead
+from hisparse.pd.transport import Descriptors, PeerLost, Transport
 
 PIECE_BYTES, UNIT_BYTES = 256 << 10, 16
 """Most bytes of a piece, which one CTA copies; and what addresses and lengths must be multiples of."""
 IDLE_S = 5.0
 """A mapping without READs for so long ends: the successor of a dead peer needs the memory."""
-MAX_RANGES = 64
-_MAGIC, _BOOT_ID = b"HSM1", Path("/proc/sys/kernel/random/boot_id")
-_HOST_BYTES = 36
-_HEAD, _RANGE = struct.Struct(f"<4s{_HOST_BYTES}sI"), struct.Struct("<QQ64sQ")
+_BOOT_ID, _HOST_BYTES = Path("/proc/sys/kernel/random/boot_id"), 36
+_HEAD = RangesHead(b"HSM1", "ranges of GPU memory", fields_format=f"{_HOST_BYTES}s", range_format="QQ64sQ")
+"""The host, then of each range what _Exported has."""
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +115,8 @@ class MappedReads:
         metadata = self._transport.metadata()
         if not self._exported:
             return metadata
-        ranges = [_RANGE.pack(item.address, item.num_bytes, item.handle, item.offset) for item in self._exported]
-        return _HEAD.pack(_MAGIC, self._host, len(ranges)) + b"".join(ranges) + metadata
+        ranges = [(item.address, item.num_bytes, item.handle, item.offset) for item in self._exported]
+        return _HEAD.pack(ranges, metadata, (self._host,))
 
     def connect(self, peer: str, metadata: bytes) -> None:
         host, exported, metadata = _unwrap(metadata)
@@ -130,9 +129,13 @@ class MappedReads:
         pieces = self._pieces(state, descriptors) if state is not None else None
         if state is None or pieces is None or self._gpu is None:
             return self._transport.read(peer, descriptors)
-        read = MappedRead(peer, self._gpu.read(pieces))
-        state.reads.add(read)
+        read = MappedRead(peer, None)
+        state.reads.add(read)  # first: a part of one that fails may be under way, which only closing the endpoint ends
         state.idle_s = self._clock()
+        try:
+            read.event = self._gpu.read(pieces)
+        except RuntimeError as error:
+            raise PeerLost(f"READ of mapped memory from {peer}: {error}") from error
         return read
 
     def poll(self, handle: Any) -> bool:
@@ -235,14 +238,8 @@ def _boot_id() -> str:
 
 def _unwrap(data: bytes) -> tuple[bytes, list[_Exported], bytes]:
     """Host, exported ranges and the transport's own metadata. Raises TransferError for a list that is cut off."""
-    if data[:4] != _MAGIC:
+    if not _HEAD.begins(data):  # nothing is exported there
         return b"", [], data
-    if len(data) < _HEAD.size:
-        raise TransferError(f"agent metadata of {len(data)} bytes is too short")
-    _, host, count = _HEAD.unpack_from(data)
-    end = _HEAD.size + count * _RANGE.size
-    if count > MAX_RANGES or end > len(data):
-        raise TransferError(f"agent metadata names {count} ranges of GPU memory in {len(data)} bytes")
-    ranges = [_RANGE.unpack_from(data, _HEAD.size + i * _RANGE.size) for i in range(count)]
+    (host,), ranges, metadata = _HEAD.unpack(data)
     return host, [_Exported(address=address, num_bytes=num_bytes, handle=handle, offset=offset)
-                  for address, num_bytes, handle, offset in ranges], data[end:]
+                  for address, num_bytes, handle, offset in ranges], metadata

@@ -17,39 +17,40 @@ RETIRED_HERE_S = RETIRED_S / 2
 class PeerTable:
     """Connections by (peer, rank). Owned by the transfer thread.
 
+    Args:
+        on_replaced: told (old agent, new agent) when an agent of an earlier incarnation was disconnected for a new one, whoever
+            asked for that and whether or not the new one can be reached. The old one's READs are over.
     Attributes:
         handshakes: connections made so far.
     """
 
-    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
-        self._transport, self._clock = transport, clock
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic, *,
+                 on_replaced: Callable[[str, str], None] = lambda old, new: None) -> None:
+        self._transport, self._clock, self._on_replaced = transport, clock, on_replaced
         self._agents: dict[tuple[str, int], str] = {}
         self._retired: dict[str, float] = {}  # agent -> refused until
         self.handshakes = 0
 
-    def connect(self, peer_id: str, endpoint: RankEndpoint) -> list[str]:
+    def connect(self, peer_id: str, endpoint: RankEndpoint) -> None:
         """Makes the endpoint reachable; a second call is free.
 
-        Returns: agents of an earlier incarnation that were disconnected for it; their READs are over.
         Raises:
             TransferError: the peer is not reachable, or it belongs to an incarnation that was replaced lately.
         """
         key = (peer_id, endpoint.rank)
         current = self._agents.get(key)
         if current == endpoint.agent:
-            return []
+            return
         if self._retired.get(endpoint.agent, 0.0) > self._clock():
             raise TransferError(f"agent {endpoint.agent} was replaced by a newer incarnation of {peer_id}")
-        replaced: list[str] = []
         if current is not None:
             self._transport.disconnect(current)
             self._retire(current)
             del self._agents[key]
-            replaced.append(current)
+            self._on_replaced(current, endpoint.agent)
         self._transport.connect(endpoint.agent, endpoint.metadata)
         self._agents[key] = endpoint.agent
         self.handshakes += 1
-        return replaced
 
     def disconnect(self, agent: str) -> bool:
         """Closes an endpoint; a later import may connect it again. False = the transport could not; it is open."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from hisparse.errors import TransferError
+from hisparse.pd.ranges_head import RangesHead
 
 CPU = -1
-MAX_RANGES = 4096
-_MAGIC = b"HSR1"
-_HEAD, _RANGE = struct.Struct("<4sI"), struct.Struct("<QQi")
+_HEAD = RangesHead(b"HSR1", "registered ranges", range_format="QQi")  # first address, bytes, device
 
 
 class RegisteredRanges:
@@ -53,7 +51,7 @@ class RegisteredRanges:
 
     def wrap(self, metadata: bytes) -> bytes:
         """The ranges, then the agent's own metadata."""
-        return _HEAD.pack(_MAGIC, len(self._ranges)) + b"".join(_RANGE.pack(*item) for item in self._ranges) + metadata
+        return _HEAD.pack(self._ranges, metadata)
 
     @classmethod
     def unwrap(cls, data: bytes) -> tuple[RegisteredRanges, bytes]:
@@ -62,13 +60,6 @@ class RegisteredRanges:
         Raises:
             TransferError: it is something else.
         """
-        if len(data) < _HEAD.size:
-            raise TransferError(f"agent metadata of {len(data)} bytes is too short")
-        magic, count = _HEAD.unpack_from(data)
-        end = _HEAD.size + count * _RANGE.size
-        if magic != _MAGIC or count > MAX_RANGES or end > len(data):
-            raise TransferError(f"agent metadata begins with {magic!r} and {count} ranges in {len(data)} bytes; expected "
-                                f"{_MAGIC!r}: both sides must run the same version")
         ranges = cls()
-        ranges._ranges = [_RANGE.unpack_from(data, _HEAD.size + i * _RANGE.size) for i in range(count)]
-        return ranges, data[end:]
+        _, ranges._ranges, metadata = _HEAD.unpack(data)
+        return ranges, metadata

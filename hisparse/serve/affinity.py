@@ -1,6 +1,7 @@
-"""Which decode replica a request goes to: the one that has seen most of its prompt, unless others have much less to do.
+"""Which decode replica a request goes to: the one that has seen most of its prompt, unless others have much less to do. And
+where a request goes that is repeated, to decode or to prefill: not where its last attempt was.
 
-Each ingress replica remembers where it sent what; a wrong memory costs a prefix hit, never an answer.
+Whoever sends remembers where it sent what; a wrong memory costs a prefix hit or an attempt, never an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from hisparse.serve.calls import GenerateCall
+from hisparse.serve.calls import GenerateCall, PrefillCall
 
 CHUNK_CHARS = 256
 """About a page of 64 tokens."""
@@ -72,39 +73,65 @@ class PrefixTable:
             self._seen.popitem(last=False)
 
 
-class PrefixRouter(RequestRouter):
+class RetryRouter(RequestRouter):
+    """Serve makes one for each handle of the prefill deployment. The shorter queue of two, as Serve's own; a repeated request
+    goes anywhere but where its last attempt was, and there only if there is nobody else or nobody else accepts.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._attempts = PrefixTable(MAX_ATTEMPTS_KNOWN)
+
+    async def choose_replicas(self, candidate_replicas: list[RunningReplica],
+                              pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
+        """Ranks; Serve takes the first that accepts."""
+        return self._elsewhere(_call_of(pending_request), candidate_replicas) or [_two_of(candidate_replicas)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        call = _call_of(pending_request)
+        if call is not None:
+            self._attempts.remember(_attempt(call), replica_id)
+
+    def _elsewhere(self, call: GenerateCall | PrefillCall | None,
+                   replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]] | None:
+        """Ranks for a repeated request; None = it is not one, its last attempt's replica is gone, or it is the only one."""
+        if call is None or call.retry_of is None or len(replicas) < 2:
+            return None
+        last = self._attempts.find(_attempt(call), [replica.replica_id for replica in replicas])
+        if last is None:
+            return None
+        return [_two_of([replica for replica in replicas if replica.replica_id != last]),
+                [replica for replica in replicas if replica.replica_id == last]]
+
+
+class PrefixRouter(RetryRouter):
     """Serve makes one for each handle of the decode deployment. With equal or unknown prefixes: the shorter queue of two."""
 
     def initialize_state(self, *, slack: int = 8, **kwargs: Any) -> None:
         """Args: slack: open requests that the replica with the prefix may have more than the least busy one."""
-        self._slack = slack
-        self._table, self._attempts = PrefixTable(), PrefixTable(MAX_ATTEMPTS_KNOWN)
+        super().initialize_state(**kwargs)
+        self._slack, self._table = slack, PrefixTable()
 
     async def choose_replicas(self, candidate_replicas: list[RunningReplica],
                               pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
-        """Ranks: the replica with the prefix, then two others; Serve takes the first that accepts. A repeated request goes
-        anywhere but where its last attempt failed.
-        """
+        """Ranks: the replica with the prefix, then two others; Serve takes the first that accepts."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         call = _call_of(pending_request)
-        failed = self._attempts.find(_attempt(call), replicas) if call is not None and call.retry_of is not None else None
-        if failed is not None and len(replicas) > 1:
-            others = [replica for name, replica in replicas.items() if name != failed]
-            return [random.sample(others, min(2, len(others))), [replicas[failed]]]
+        elsewhere = self._elsewhere(call, candidate_replicas)
+        if elsewhere is not None:
+            return elsewhere
         known = None
-        if pending_request is not None and call is not None and len(replicas) > 1:
+        if pending_request is not None and isinstance(call, GenerateCall) and len(replicas) > 1:
             known = self._table.find(_chain(pending_request, call), replicas)
-        others = [replica for name, replica in replicas.items() if name != known]
-        ranks = [random.sample(others, min(2, len(others)))]
+        ranks = [_two_of([replica for name, replica in replicas.items() if name != known])]
         if known is not None and not self._is_busy(known, replicas):
             ranks.insert(0, [replicas[known]])
         return ranks
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        super().on_request_routed(pending_request, replica_id, result)
         call = _call_of(pending_request)
-        if call is not None:
+        if isinstance(call, GenerateCall):
             self._table.remember(_chain(pending_request, call), replica_id)
-            self._attempts.remember(_attempt(call), replica_id)
 
     def _is_busy(self, who: Any, replicas: Collection[Any]) -> bool:
         """An unknown length of a queue counts as 0."""
@@ -120,11 +147,15 @@ def _chain(request: PendingRequest, call: GenerateCall) -> list[bytes]:
     return chain
 
 
-def _attempt(call: GenerateCall) -> list[bytes]:
+def _two_of(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    return random.sample(replicas, min(2, len(replicas)))
+
+
+def _attempt(call: GenerateCall | PrefillCall) -> list[bytes]:
     """The key of all attempts at one request."""
     return [(call.retry_of or call.request_id).encode()]
 
 
-def _call_of(request: PendingRequest | None) -> GenerateCall | None:
+def _call_of(request: PendingRequest | None) -> GenerateCall | PrefillCall | None:
     call = request.args[0] if request is not None and request.args else None
-    return call if isinstance(call, GenerateCall) else None
+    return call if isinstance(call, GenerateCall | PrefillCall) else None

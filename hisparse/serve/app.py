@@ -60,14 +60,15 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     if config.serve.prefill_replicas:
         prefill_config, decode_config = _of_engine(config, "prefill"), _of_engine(config, "decode")
         options = engine_options(prefill_config, config.serve.prefill_replicas, config.serve.prefill_autoscaling)
+        if _most(config.serve.prefill_replicas, config.serve.prefill_autoscaling) > 1:
+            options["request_router_config"] = retry_routing()
         prefill = _deploy(PrefillReplica, "prefill", **options).bind(prefill_config)
         decode_args: tuple[Any, ...] = (decode_config, prefill)
     else:
         decode_config = _of_engine(config, "colocated")
         decode_args = (decode_config,)
     options = engine_options(decode_config, config.serve.decode_replicas, config.serve.decode_autoscaling)
-    scaling = config.serve.decode_autoscaling
-    most = config.serve.decode_replicas if scaling is None else scaling.max_replicas
+    most = _most(config.serve.decode_replicas, config.serve.decode_autoscaling)
     if most > 1:
         options["request_router_config"] = prefix_routing(decode_config)
     decode = _deploy(DecodeReplica, "decode", **options).bind(*decode_args)
@@ -84,6 +85,17 @@ def prefix_routing(config: HiSparseConfig) -> RequestRouterConfig:
     router: Any = "hisparse.serve.affinity.PrefixRouter"  # Serve's own type for it names no string
     return RequestRouterConfig(request_router_class=router,
                                request_router_kwargs={"slack": max(config.scheduler.max_num_seqs // 2, 1)})
+
+
+def retry_routing() -> RequestRouterConfig:
+    """Prefill engines are told apart by their load alone, and by where the last attempt for a request was."""
+    router: Any = "hisparse.serve.affinity.RetryRouter"
+    return RequestRouterConfig(request_router_class=router)
+
+
+def _most(count: int, scaling: AutoscalingConfig | None) -> int:
+    """Replicas of a role that there can be at once."""
+    return count if scaling is None else scaling.max_replicas
 
 
 def replica_count(config: HiSparseConfig, count: int, scaling: AutoscalingConfig | None) -> dict[str, Any]:

@@ -70,7 +70,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCall:
-    """Decode to prefill: compute the prompt's KV and hold it under a lease."""
+    """Decode to prefill: compute the prompt's KV and hold it under a lease.
+
+    Attributes:
+        retry_of: request id of the first attempt for the same request; None = this is the first. The replica of the last one
+            is to be avoided: it did not answer, or its pages could not be read.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -78,6 +83,7 @@ class PrefillCall:
     timeout_s: float = 300.0
     tenant: str = ""
     trace: Mapping[str, str] | None = None
+    retry_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

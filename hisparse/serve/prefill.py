@@ -106,6 +106,7 @@ class PrefillClient:
             answer = await self._attempt(PrefillCall(
                 request_id=f"{request_id}-p{attempt}", prompt_token_ids=prompt, cache_salt=cache_salt,
                 timeout_s=max(deadline - time.monotonic(), 0.001), tenant=tenant, trace=trace,
+                retry_of=f"{request_id}-p1" if attempt > 1 else None,
             ))
             if answer.error is None or not answer.error.retryable or not self.retries_left(attempt):
                 return answer, attempt

@@ -15,9 +15,9 @@ import pytest
 from hisparse.actors import rank_worker
 from hisparse.actors.coordinator import CoordinatorActor
 from hisparse.actors.engine_loop import EngineLoop
-from hisparse.actors.garbage import MAX_BUSY_S, NEVER, YOUNG, IdleCollector, freeze_heap
 from hisparse.actors.rank_worker import RankSetup, RankWorkerActor
 from hisparse.config import load_config
+from hisparse.engine.garbage import MAX_BUSY_S, NEVER, YOUNG, IdleCollector, freeze_heap
 from hisparse.types import RequestOutput, SamplingParams
 from tests.actors.fakes import FakeCore
 

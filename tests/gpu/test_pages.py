@@ -13,6 +13,7 @@ from hisparse.layout import KVCacheLayout
 from hisparse.ops import reference
 from hisparse.ops.page_list import page_list, pair_list
 from hisparse.ops.status import NO_PAGE
+from tests.gpu.full_gpu import full_gpu
 from tests.gpu.gate import Gate, no_waiting
 from tests.gpu.host_memory import HostMemory
 from tests.ops.page_world import POISON, Pools, as_rows, distinct, make_layout
@@ -109,6 +110,19 @@ def test_scatter_of_staged_pages(layout, layered, on, memory):
         ours.copier.scatter(staging.cuda if on == "host" else raw.cuda(), pages, layered=layered, slot_pages=30)
         pools.scatter(raw, pages, layered, 30)
         ours.check(pools)
+
+
+@pytest.mark.parametrize("layered", [True, False])
+def test_a_prepared_scatter_takes_no_memory(layered, memory):
+    layout = LAYOUTS["bfloat16"]
+    pools, pages = Pools.random(layout, DEVICE, HOST, 3), random_pages(layout, 24, 3)
+    raw = torch.randint(0, 256, (30 * layout.staged_page_bytes,), dtype=torch.uint8)
+    ours, staging = OnDevice(pools, memory), raw.cuda()
+    ours.copier.prepare_scatter(30)
+    with full_gpu():
+        ours.copier.scatter(staging, pages, layered=layered, slot_pages=30)
+    pools.scatter(raw, pages, layered, 30)
+    ours.check(pools)
 
 
 def test_copies_for_forks(layout, memory):

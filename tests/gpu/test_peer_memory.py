@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.full_gpu import full_gpu
+
 pytestmark = pytest.mark.gpu
 SIZE, LEAD = 8 << 20, 4096
 """Bytes that the other process shares, and bytes in front of them in the same tensor."""
@@ -87,3 +89,24 @@ def test_what_cannot_be_shared_or_mapped_is_an_error_and_leaves_the_device_usabl
     with pytest.raises((DriverError, InvariantError)):
         gpu.export(pinned.data_ptr(), 4096)
     assert int((own + own).sum()) == 2 * own.numel()
+
+
+def test_a_full_gpu_takes_a_read_of_any_number_of_pieces(shared: tuple[bytes, int]) -> None:
+    from hisparse.ops.cuda.peer_memory import PeerMemory
+
+    gpu, (handle, offset) = PeerMemory(torch.device("cuda", 0)), shared
+    base, _ = gpu.open(handle)
+    target, source = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0"), content()[LEAD:]
+    for num, size in ((1, 4096), (128, 4096), (129, 4096), (1360, 4096), (1361, 2048), (4000, 2048)):
+        order, starts = np.random.default_rng(num).permutation(num), np.arange(num, dtype=np.int64) * size
+        target.zero_()
+        torch.cuda.synchronize()
+        with full_gpu():
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                torch.empty(num * 24, dtype=torch.uint8, device="cuda:0")
+            event = gpu.read(np.stack([base + offset + starts[order], target.data_ptr() + starts, np.full(num, size)], axis=1))
+        event.synchronize()
+        got = target.cpu()
+        assert torch.equal(got[: num * size].view(num, size), source[: num * size].view(num, size)[order])
+        assert not got[num * size :].any()
+    gpu.close(base)

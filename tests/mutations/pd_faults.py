@@ -30,8 +30,9 @@ from hisparse.pd.overdue import ImportDeadlines
 from hisparse.pd.paging import Units, source_pages
 from hisparse.pd.peers import PeerTable
 from hisparse.pd.protocol import Notice, encode_notice
+from hisparse.pd.reads import Read
 from hisparse.pd.repaging import RepagingPlanner
-from hisparse.pd.running_import import Phase, Read
+from hisparse.pd.running_import import Phase
 from hisparse.pd.scatter import Scatter
 from hisparse.pd.staging import SlotPool
 from hisparse.worker.device_cache import DeviceCache
@@ -52,7 +53,7 @@ def generations_are_read_before_the_data(patch: Patch) -> None:
         job = self._jobs[plan.job_id]
         if job.failure is None:
             batches = plan_check(plan, job.source, plan.source_of(job.rows_of, self._layout.block_size), GENERATION_BYTES)
-            job.waiting.extendleft(Read(runs=batch) for batch in batches)
+            job.waiting.extend(Read(runs=batch, pool=self.slots.generations) for batch in batches)
     wrap(patch, Importer, "submit", submit)
     wrap(patch, Importer, "_start_verify",
          lambda original, self, job: setattr(job, "phase", Phase.VERIFY))
@@ -333,10 +334,9 @@ def a_refused_answer_keeps_its_lease(patch: Patch) -> None:
 
 def a_restarted_peer_is_taken_for_the_old_one(patch: Patch) -> None:
     """A restarted peer is a new agent, connected anew."""
-    def connect(original: Any, self: PeerTable, peer_id: str, endpoint: Any) -> list[str]:
-        if (peer_id, endpoint.rank) in self._agents:
-            return []
-        return list(original(self, peer_id, endpoint))
+    def connect(original: Any, self: PeerTable, peer_id: str, endpoint: Any) -> None:
+        if (peer_id, endpoint.rank) not in self._agents:
+            original(self, peer_id, endpoint)
     wrap(patch, PeerTable, "connect", connect)
 
 

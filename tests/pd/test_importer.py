@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -235,6 +236,95 @@ def test_slots_on_a_gpu_count_as_taken_while_they_are_read_into() -> None:
         assert importer.slots.num_staging_free == importer.slots.num_staging
 
 
+def test_reads_that_need_no_slot_of_a_full_pool_are_posted() -> None:
+    """While the slots on the GPU are taken by a READ that hangs: pages of the host pool, and whatever is read straight."""
+    with fake_gpu():
+        network = LoopbackNetwork()
+        prefill, decode = (Side(name, network, seed=seed, make_rank=FakeGpuRank, slots=2, slot_pages=4)
+                           for name, seed in (("p", 1), ("d", 2)))
+        importer, transport = decode.importers[0], decode.transports[0]
+        decode.faults.hang = lambda number: number == 0
+        importer.submit(make_plan(prefill, *tables("resident"), Landing.HOST))
+        importer.pump()
+        assert importer.slots.gpu is not None and importer.slots.gpu.num_free == 1, "the peer's quota is taken"
+        posted = len(transport.posted)
+        source = pick_pages(55, PAGES, PAGES * 4, resident=SOURCES["mixed"], host=[not held for held in SOURCES["mixed"]])
+        target = pick_pages(66, PAGES, PAGES * 4, resident=[i == PAGES - 1 for i in range(PAGES)], host=[True] * PAGES)
+        plan = make_plan(prefill, source, target, Landing.HOST, job_id=2)
+        importer.submit(plan)
+        for _ in range(20):
+            importer.pump()
+            importer.check()
+        assert importer.slots.gpu.num_free == 1 and not importer.take_acks()
+        assert sum(len(pieces) for _, pieces in transport.posted[posted:]) > 1
+        near, far = decode.ranks[0], prefill.ranks[0]
+        for i in range(PAGES):
+            assert (near.indexer_row(target.indexer_blocks[i]) == far.indexer_row(source.indexer_blocks[i])).all()
+            if not SOURCES["mixed"][i]:
+                assert (near.host_row(3, target.host_blocks[i]) == expected_page(far, source, i, 3)).all()
+        assert not (near.host_row(3, target.host_blocks[0]) == expected_page(far, source, 0, 3)).all(), "it needs the slot"
+        decode.faults.hang = lambda number: False
+        assert [ack.failure for ack in run_to_end(importer)] == [None, None]
+        assert_host_landing(prefill, decode, source, target, tail_rows=4)
+
+
+def test_a_slot_that_is_given_back_is_for_the_oldest_import_that_needs_one() -> None:
+    prefill, decode = pair(slots=2, slot_pages=1)
+    importer, transport = decode.importers[0], decode.transports[0]
+    ready = {2, 3}
+    importer._ready = ready.__contains__
+    wide = pick_pages(11, 3 * PAGES, 3 * PAGES * 4, resident=[False] * 3 * PAGES, host=[True] * 3 * PAGES)
+    plans = {}
+    for job_id in (1, 2, 3):
+        pages = slice((job_id - 1) * PAGES, job_id * PAGES)
+        source, target = (replace(wide, num_tokens=PAGES * 4, indexer_blocks=wide.indexer_blocks[pages],
+                                  resident_blocks=tuple(group[pages] for group in wide.resident_blocks),
+                                  host_blocks=wide.host_blocks[pages]) for _ in range(2))
+        plans[job_id] = make_plan(prefill, source, target, Landing.HOST, job_id=job_id)
+        importer.submit(plans[job_id])
+    slab = importer.slots.cpu
+
+    def job_of(pieces: Descriptors) -> int | None:
+        """Whose pages are read into a slot."""
+        if not slab.address <= int(pieces[0, 1]) < slab.address + slab.num_bytes:
+            return None
+        page = (int(pieces[0, 0]) - prefill.ranks[0].pool.address) // LAYOUT.layer_page_bytes
+        return next(job_id for job_id, plan in plans.items() if page in plan.source.host)
+
+    importer.pump()
+    assert [job_of(pieces) for _, pieces in transport.posted if job_of(pieces)] == [2], "the first is not ready yet"
+    ready.add(1)
+    run_to_end(importer)
+    order = [job_of(pieces) for _, pieces in transport.posted if job_of(pieces)]
+    assert order == [2, *[1] * PAGES, *[2] * (PAGES - 1), *[3] * PAGES], "oldest first, however often a younger one gave back"
+
+
+def test_a_post_that_takes_long_closes_no_endpoint_of_a_read_that_ended_meanwhile() -> None:
+    clock = FakeClock()
+    prefill, decode = pair(clock=clock, drain_s=1.0, faults=LoopbackFaults(delay_polls=1))
+    importer, transport = decode.importers[0], decode.transports[0]
+    ready, read = {2}, transport.read
+    importer._ready = ready.__contains__
+    importer.submit(make_plan(prefill, *tables("resident"), Landing.HOST, job_id=1, deadline_s=100.0))
+    importer.submit(make_plan(prefill, *tables("host"), Landing.HOST, job_id=2, deadline_s=10.0))
+    importer.pump()
+    assert transport.posted
+
+    def slow(peer: str, descriptors: Descriptors) -> object:
+        clock.advance(20.0 if not slowed else 0.0)
+        slowed.append(peer)
+        return read(peer, descriptors)
+
+    slowed: list[str] = []
+    ready.add(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoopbackTransport, "read", lambda self, *args: slow(*args))
+        importer.pump()
+    assert slowed
+    acks = {ack.job_id: ack.failure for ack in run_to_end(importer)}
+    assert acks == {1: None, 2: ImportFailure.TIMEOUT} and not transport.aborted
+
+
 def test_b31_hung_read_fails_at_its_deadline_and_is_quarantined_until_the_endpoint_is_closed() -> None:
     clock = FakeClock()
     prefill, decode = pair(faults=LoopbackFaults(hang=lambda n: n == 0), clock=clock, drain_s=2.0)
@@ -343,6 +433,35 @@ def test_b31_restarted_peer_replaces_the_old_agent_for_good() -> None:
     importer.submit(make_plan(old, source, target, Landing.HOST, job_id=3))
     (ack,) = run_to_end(importer)
     assert ack.failure is ImportFailure.REFUSED and "newer incarnation" in ack.reason
+
+
+@pytest.mark.parametrize("was_lost", [False, True])
+def test_imports_from_an_agent_end_with_it_also_if_its_successor_cannot_be_reached(was_lost: bool) -> None:
+    network = LoopbackNetwork()
+    old, decode = Side("p", network, seed=1, incarnation=1), Side("d", network, seed=2)
+    importer, transport = decode.importers[0], decode.transports[0]
+    decode.faults.hang = lambda number: True
+    importer.submit(make_plan(old, *tables("resident"), Landing.HOST))
+    importer.pump()
+    if was_lost:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoopbackTransport, "disconnect", refuse_to_disconnect)
+            decode.clock.advance(100.0)
+            importer.pump()
+            assert importer.busy() and not importer.take_acks(), "in quarantine, as its endpoint is open"
+    new = Side("p", network, seed=5, incarnation=2)
+    network.kill(new.endpoints[0].agent)
+    with pytest.raises(TransferError):
+        importer.peers.connect("p", new.endpoints[0])
+    importer.pump()
+    (ack,) = importer.take_acks()
+    assert ack.failure is (ImportFailure.TIMEOUT if was_lost else ImportFailure.RESTARTED)
+    assert not importer.busy() and not transport._reads
+    importer.check()
+
+
+def refuse_to_disconnect(self: LoopbackTransport, peer: str) -> None:
+    raise TransferError("busy")
 
 
 def test_cancel_posts_nothing_more_and_drains() -> None:

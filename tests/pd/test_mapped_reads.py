@@ -11,7 +11,7 @@ import pytest
 from hisparse.errors import TransferError
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
 from hisparse.pd.mapped_reads import IDLE_S, PIECE_BYTES, MappedReads
-from hisparse.pd.transport import Descriptors
+from hisparse.pd.transport import Descriptors, PeerLost
 from tests.pd.rig import FakeClock
 
 SIZE = 3 * PIECE_BYTES
@@ -194,6 +194,28 @@ def test_a_dead_peer_is_still_mapped_but_its_generations_cannot_be_read() -> Non
     assert pair.decode.poll(read)
     with pytest.raises(TransferError):
         pair.decode.poll(pair.decode.read("p", np.array([[pair.cpu[0].ctypes.data, pair.cpu[1].ctypes.data, 64]])))
+
+
+def test_a_read_that_the_device_does_not_take_fails_alone_and_is_over_when_its_endpoint_is_closed(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, plain = Pair(), Gpu.read
+
+    def take_half(self: Gpu, pieces: Descriptors) -> Event:
+        plain(self, pieces[:1])
+        raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    pair.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(Gpu, "read", take_half)
+        with pytest.raises(PeerLost, match="from p: CUDA_ERROR_OUT_OF_MEMORY"):
+            pair.decode.read("p", pair.gpu_reads(*WHOLE))
+    assert pair.d.running and pair.d.mapped, "half of it is still under way"
+    pair.decode.disconnect("p")
+    assert not pair.d.running and not pair.d.mapped
+    pair.connect()
+    read = pair.decode.read("p", pair.gpu_reads(*WHOLE))
+    pair.d.wait()
+    assert pair.decode.poll(read) and all(pair.same(*piece) for piece in WHOLE)
 
 
 def test_a_restarted_peer_is_mapped_anew() -> None:

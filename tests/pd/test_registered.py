@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hisparse.errors import TransferError
-from hisparse.pd.registered import CPU, MAX_RANGES, RegisteredRanges
+from hisparse.pd.ranges_head import MAX_RANGES
+from hisparse.pd.registered import CPU, RegisteredRanges
 
 
 def ranges() -> RegisteredRanges:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hisparse.errors import TransferError
 from hisparse.pd import worker as pd_worker
-from hisparse.pd.commands import PeerTraffic
+from hisparse.pd.commands import OutgoingNotice, PDCommand, PeerTraffic
+from hisparse.pd.endpoint import agent_name
 from hisparse.pd.loopback import LoopbackNetwork, LoopbackTransport
 from hisparse.pd.metered import MAX_PEERS, OTHERS, MeteredTransport
 from tests.pd.rig import FakeClock
@@ -117,6 +119,25 @@ def test_long_work_within_the_limit_is_not_stuck(decode: tuple[Replica, Replica,
     assert engine.pd.problem() == "" and not engine.overdue
     transport.gate.set()
     until(lambda: engine.loaded, engine)
+
+
+def test_a_notice_to_a_successor_ends_the_imports_from_its_predecessor() -> None:
+    network = LoopbackNetwork()
+    prefill = Replica("p", network, role="prefill")
+    engine = Replica("d", network, seed=2, role="decode", transfer_deadline_s=60.0)
+    engine.faults.hang = lambda number: True
+    try:
+        start_import(prefill, engine, "1")
+        engine.step()
+        successor = LoopbackTransport(agent_name("p", 6, 0), network=network)
+        endpoint = replace(prefill.workers[0].handshake(), agent=successor.name, metadata=successor.metadata())
+        notice = OutgoingNotice(peer_id="p", endpoint=endpoint, payload=b"release")
+        engine.workers[0].start_step(PDCommand(notices=(notice,)))
+        until(lambda: engine.failed, engine)
+        assert "restarted: p/" in engine.failed["d-1"] and successor.notices() == [b"release"]
+    finally:
+        for rank in (*prefill.ranks, *engine.ranks):
+            rank.shutdown()
 
 
 # ------------------------------------------------------------------------------------------- counters

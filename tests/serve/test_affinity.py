@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.request_router import PendingRequest
 
+from hisparse.config import PDConfig
 from hisparse.serve import affinity
-from hisparse.serve.affinity import CHUNK_CHARS, CHUNK_TOKENS, MAX_CHUNKS, PrefixRouter, PrefixTable, prefix_chain
-from hisparse.serve.calls import GenerateCall
+from hisparse.serve.affinity import (
+    CHUNK_CHARS,
+    CHUNK_TOKENS,
+    MAX_CHUNKS,
+    PrefixRouter,
+    PrefixTable,
+    RetryRouter,
+    prefix_chain,
+)
+from hisparse.serve.calls import GenerateCall, PrefillAnswer, PrefillCall
+from hisparse.serve.prefill import PrefillClient
 
 
 def chain(**fields: Any) -> list[bytes]:
@@ -85,3 +97,58 @@ def test_a_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert asyncio.run(route()) == [["a"], ["b"]]
     assert hashed == ["x" * 1000, "y" * 1000, "x" * 2000, "y" * 2000]
+
+
+class Fleet:
+    """Prefill replicas behind a router, without Serve: a call goes to the first of the first rank that accepts."""
+
+    def __init__(self, names: str) -> None:
+        self.names, self.busy, self.asked = names, "", list[str]()
+        self.router = RetryRouter.__new__(RetryRouter)  # its own state only: Serve's needs a cluster
+        self.router.initialize_state()
+
+    async def send(self, call: PrefillCall) -> PrefillAnswer:
+        request = PendingRequest([call], {}, SimpleNamespace())  # type: ignore[arg-type]
+        ranks = await self.router.choose_replicas([SimpleNamespace(replica_id=name) for name in self.names],  # type: ignore
+                                                  request)
+        name = next(replica.replica_id for rank in ranks for replica in rank if str(replica.replica_id) not in self.busy)
+        self.router.on_request_routed(request, name, None)
+        self.asked.append(str(name))
+        return PrefillAnswer(request_id=call.request_id, kv_transfer_params={"by": name})
+
+    def ask(self, request_id: str, attempts: int) -> str:
+        """Where decode's client asks when `attempts` were made before, whose imports failed."""
+        client = PrefillClient(self.send, PDConfig(max_retries=3), backoff_s=0.0)
+        answer, _ = asyncio.run(client.prefill(request_id, (1, 2), cache_salt=None, deadline=time.monotonic() + 60,
+                                               attempts=attempts))
+        assert answer.error is None
+        return self.asked[-1]
+
+
+def test_a_retry_of_a_failed_import_asks_another_prefill_replica() -> None:
+    fleet = Fleet("abc")
+    for number in range(30):
+        places = [fleet.ask(f"d-{number}", attempts) for attempts in range(4)]
+        assert all(later != earlier for earlier, later in itertools.pairwise(places)), places
+    assert {fleet.ask(f"new-{number}", 0) for number in range(60)} == set("abc"), "other requests go anywhere"
+
+
+@pytest.mark.parametrize("why", ["only one", "others are busy", "gone"])
+def test_a_retry_goes_where_its_last_attempt_was_if_nobody_else_can_take_it(why: str) -> None:
+    fleet = Fleet("ab")
+    last = fleet.ask("d-1", 0)
+    if why == "only one":
+        fleet.names = last
+    elif why == "others are busy":
+        fleet.busy = "ab".replace(last, "")
+    else:
+        fleet.names = "cd"
+    again = fleet.ask("d-1", 1)
+    assert again in "cd" if why == "gone" else again == last
+
+
+def test_what_is_known_of_attempts_is_bounded() -> None:
+    fleet = Fleet("ab")
+    for number in range(affinity.MAX_ATTEMPTS_KNOWN + 10):
+        fleet.router._attempts.remember([f"d-{number}-p1".encode()], "a")
+    assert len(fleet.router._attempts) == affinity.MAX_ATTEMPTS_KNOWN

@@ -92,16 +92,17 @@ def test_each_role_scales_by_its_own_limits() -> None:
     assert all(fixed[name]._deployment_config.autoscaling_config is None for name in ("decode", "prefill"))
 
 
-@pytest.mark.parametrize(("serve", "routed"), [
-    ({}, False), ({"decode_replicas": 2}, True), ({"decode_autoscaling": {"max_replicas": 2}}, True),
-    ({"prefill_replicas": 2}, False)])
-def test_several_decode_replicas_are_chosen_by_prefix(serve: dict[str, Any], routed: bool) -> None:
-    from hisparse.serve.affinity import PrefixRouter
+@pytest.mark.parametrize(("serve", "routed", "retried"), [
+    ({}, False, False), ({"decode_replicas": 2}, True, False), ({"decode_autoscaling": {"max_replicas": 2}}, True, False),
+    ({"prefill_replicas": 2}, False, True), ({"prefill_autoscaling": {"max_replicas": 2}}, False, True)])
+def test_several_decode_replicas_are_chosen_by_prefix_and_prefill_replicas_by_where_an_attempt_failed(
+        serve: dict[str, Any], routed: bool, retried: bool) -> None:
+    from hisparse.serve.affinity import PrefixRouter, RetryRouter
 
     found = deployments({"model": {"path": "recall"}, "scheduler": {"max_num_seqs": 12}, "serve": serve})
     routers = {name: found[name]._deployment_config.request_router_config for name in ("decode", "prefill")}
     assert (routers["decode"].get_request_router_class() is PrefixRouter) == routed
-    assert routers["prefill"].get_request_router_class() is not PrefixRouter, "its engines are told apart by nothing but load"
+    assert (routers["prefill"].get_request_router_class() is RetryRouter) == retried
     assert not routed or routers["decode"].request_router_kwargs == {"slack": 6}
 
 

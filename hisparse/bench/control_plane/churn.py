@@ -12,10 +12,10 @@ import time
 import hisparse.actors.coordinator
 import hisparse.actors.handles
 import hisparse.engine.core  # noqa: F401  # with Ray, what a coordinator's process holds
-from hisparse.actors.garbage import IdleCollector
 from hisparse.bench.control_plane.context import Collections, Context, K, size
 from hisparse.bench.control_plane.rig import Rig, prompt
 from hisparse.bench.report import Row
+from hisparse.engine.garbage import IdleCollector
 from hisparse.types import Landing
 
 GUEST_BLOCKS = 4096

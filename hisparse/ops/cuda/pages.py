@@ -32,6 +32,8 @@ forward.
 """
 LIST_WORDS = (1024, 8000)
 """Of a list in a launch's parameters (at most 32,764 bytes), whole pages; a longer list is several launches."""
+LIST_PIECES = (128, 1360)
+"""Of a READ in a launch's parameters, as above; three integers each."""
 _PART_WORDS = 8
 _PLACE = -1
 """As a column: the page's place in the list."""
@@ -45,11 +47,15 @@ def _send_instance(words: int, stages: int = STAGES, ahead: int = AHEAD) -> Inst
     return Instance("pages.cu", "send_pages", {"STAGES": stages, "AHEAD": ahead, "LIST_WORDS": words})
 
 
+def _read_instance(pieces: int) -> Instance:
+    return Instance("pages.cu", "read_pieces", {"THREADS": THREADS, "UNROLL": UNROLL, "LIST_PIECES": pieces})
+
+
 INSTANCES = (
     *(_copy_instance(words) for words in LIST_WORDS),
     *(_send_instance(words) for words in LIST_WORDS),
     Instance("pages.cu", "gather_pages", {"THREADS": THREADS, "UNROLL": UNROLL}),
-    Instance("pages.cu", "read_pieces", {"THREADS": THREADS, "UNROLL": UNROLL}),
+    *(_read_instance(pieces) for pieces in LIST_PIECES),
 )
 
 
@@ -128,14 +134,21 @@ class PageCopier:
         check_staging(self._layout, staging, len(pages), slot_pages)
         if not staging.is_cuda or staging.data_ptr() % 16:
             raise InvariantError(f"staging must be 16-byte aligned on CUDA (or an alias of host memory), got {staging.device}")
-        parts = self._staged.get((layered, slot_pages))
-        if parts is None:
-            places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
-            no_host = [(0, 0)] * len(places)
-            parts = self._parts([(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
-                                strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
-            self._staged[layered, slot_pages] = parts
+        parts = self._staged.get((layered, slot_pages)) or self._prepare(layered, slot_pages)
         self._copy(parts, pages, send=True, source_base=staging.data_ptr(), placed=True)
+
+    def prepare_scatter(self, slot_pages: int) -> None:
+        """Takes the memory that `scatter` of slots of this size needs, which the first one would take otherwise."""
+        for layered in (False, True):
+            self._prepare(layered, slot_pages)
+
+    def _prepare(self, layered: bool, slot_pages: int) -> _Parts:
+        places = [staged_page(self._layout, layer, slot_pages, layered) for layer in range(self._layout.shape.num_layers)]
+        no_host = [(0, 0)] * len(places)
+        parts = self._staged[layered, slot_pages] = self._parts(
+            [(offset, _PLACE) for offset, _ in places], self._host_part or no_host, self._device_part,
+            strides=(places[0][1], self._layout.layer_page_bytes, self._layout.block_bytes))
+        return parts
 
     def copy_blocks(self, pairs: PageList) -> None:
         """Whole device blocks of any group, (from, to); the rows of the list are ignored."""
@@ -223,7 +236,26 @@ class PageCopier:
                       target_stride=strides[1], second_stride=strides[2] if second is not None else 0)
 
 
+def load_read_pieces() -> None:
+    """Before `read_pieces`, which would wait for the device otherwise."""
+    for pieces in LIST_PIECES:
+        _loaded(_read_instance, pieces, torch.cuda.current_device())
+
+
+def read_pieces(pieces: npt.NDArray[np.int64], *, ctas: int) -> None:
+    """Copies pieces int64 [n, 3]: source address, target address, bytes; multiples of 16. A source may be on another device.
+
+    They travel in the parameters of the launches: no memory is taken for them. Stream: the current one; returns at once.
+    """
+    for first in range(0, len(pieces), LIST_PIECES[-1]):
+        part = pieces[first : first + LIST_PIECES[-1]]
+        size = next(size for size in LIST_PIECES if len(part) <= size)
+        launch = _loaded(_read_instance, size, torch.cuda.current_device())
+        launch((min(ctas, len(part)),), THREADS, (part.tobytes(), len(part)))
+
+
 @functools.cache
-def _loaded(instance: Callable[[int], Instance], words: int, device: int) -> Kernel:
-    made = instance(words)
+def _loaded(instance: Callable[[int], Instance], size: int, device: int) -> Kernel:
+    """Args: size: of the list in its parameters."""
+    made = instance(size)
     return kernel(made.source, made.function, **made.defines)

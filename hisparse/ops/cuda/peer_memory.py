@@ -11,8 +11,7 @@ import torch
 
 from hisparse.errors import InvariantError
 from hisparse.ops.cuda import driver
-from hisparse.ops.cuda.module import kernel
-from hisparse.ops.cuda.pages import THREADS, UNROLL
+from hisparse.ops.cuda.pages import load_read_pieces, read_pieces
 
 HANDLE_BYTES = 64
 READ_CTAS = 16
@@ -35,9 +34,9 @@ class PeerMemory:
     """
 
     def __init__(self, device: torch.device, *, ctas: int = READ_CTAS) -> None:
-        self._device, self._ctas = device, ctas
+        self._ctas = ctas
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._read = kernel("pages.cu", "read_pieces", THREADS=THREADS, UNROLL=UNROLL)  # loaded now: later it would wait
+        load_read_pieces()
 
     def export(self, address: int, num_bytes: int) -> tuple[bytes, int]:
         """What another process needs to map GPU memory of this one: a handle of the allocation, and the offset in it.
@@ -75,11 +74,12 @@ class PeerMemory:
     def read(self, pieces: npt.NDArray[np.int64]) -> torch.cuda.Event:
         """Copies pieces [n, 3] (source address, target address, bytes; multiples of 16) on a stream of its own.
 
-        Returns: the event behind the last byte. Never waits.
+        Returns: the event behind the last byte. Never waits, and takes no memory: the GPU may be full.
+        Raises:
+            RuntimeError: the device did not take all of it; some of it may be under way until `wait` returns.
         """
         with torch.cuda.stream(self._stream):
-            table = torch.from_numpy(pieces).pin_memory().to(self._device, non_blocking=True)
-            self._read((min(self._ctas, len(pieces)),), THREADS, (table, len(pieces)))
+            read_pieces(pieces, ctas=self._ctas)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return event

@@ -43,6 +43,9 @@ class PageCopier:
         self._rules.check_pages(pages)
         self._between(pages, to_host=False)
 
+    def prepare_scatter(self, slot_pages: int) -> None:
+        """Takes whatever memory `scatter` of slots of this size needs, so that it takes none. Here: none."""
+
     def scatter(self, staging: Tensor, pages: PageList, *, layered: bool, slot_pages: int) -> None:
         """Staged pages, in the order of the list, to host and device pages, where a block is not 0.
 
