@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hisparse.ops.cuda import attention_cluster
+from hisparse.ops.cuda import attention_cluster, driver
 from tests.ops.mla_cases import Case, encode, error, exact, make
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +103,24 @@ def test_every_cluster(cluster, block_heads, row_dtype):
         out = torch.full((inputs.case.n, inputs.case.heads, 512), float("nan"), dtype=inputs.case.q_dtype, device="cuda")
         inputs.call(attention, launch=launch, out=out)
         assert error(out, exact(inputs)) < bound(inputs.case) and not bool(out.isnan().any()), (launch, inputs.case)
+
+
+@pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+def test_short_of_room_for_large_clusters(row_dtype, monkeypatch):
+    """A device that cannot run clusters of 16 CTAs gets clusters of 8."""
+    asked, ask = [], driver.max_active_clusters
+
+    def room(function: int, cluster: int, threads: int, shared_bytes: int) -> int:
+        asked.append((cluster, ask(function, cluster, threads, shared_bytes)))
+        return 0 if cluster > 8 else asked[-1][1]
+
+    monkeypatch.setattr(driver, "max_active_clusters", room)
+    attention_cluster._loaded.cache_clear()
+    try:
+        check(replace(REAL, n=1, row_dtype=row_dtype))
+    finally:
+        attention_cluster._loaded.cache_clear()
+    assert asked == [(16, attention_cluster.RESIDENT[16]), (8, attention_cluster.RESIDENT[8])]
 
 
 @pytest.mark.parametrize("row_dtype", [BF16, FP8], ids=["bf16", "fp8"])

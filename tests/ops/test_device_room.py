@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.ops.cuda import driver, indexer
+from hisparse.ops.cuda import attention_cluster, driver, indexer
 from hisparse.ops.cuda.driver import DriverError
+from hisparse.ops.cuda.module import Instance
 
 resolver = importlib.import_module("hisparse.ops.cuda.resolve")  # the package has a function of this name
 Geometry = resolver.Geometry
@@ -137,6 +138,44 @@ def test_no_room_at_all_is_refused_with_the_fix(device):
                                           r"of shared memory; use a whole GPU or a larger MIG slice"):
         resolver._loaded(Geometry.choose(1, 1, 2048, 4096), 656, 64, 4096, 64, 2)
     assert [function.defines["CLUSTER"] for function in made] == [16, 8]
+
+
+@pytest.fixture
+def attention_device(monkeypatch):
+    """As `device`, for sparse MLA."""
+
+    def with_room_for(largest: int) -> list[Function]:
+        made: list[Function] = []
+
+        def load(instance: Instance) -> Function:
+            made.append(Function({**instance.defines, "THREADS": attention_cluster.THREADS}, largest))
+            return made[-1]
+
+        monkeypatch.setattr(attention_cluster, "load", load)
+        monkeypatch.setattr(attention_cluster, "compile_ahead", lambda instances: None)
+        attention_cluster._loaded.cache_clear()
+        return made
+
+    yield with_room_for
+    attention_cluster._loaded.cache_clear()
+
+
+@pytest.mark.parametrize(("largest", "heads", "found"), [(16, 16, (16, 16)), (8, 16, (8, 64)), (15, 64, (8, 64))])
+def test_sparse_mla_takes_smaller_clusters_where_large_ones_have_no_room(attention_device, largest, heads, found):
+    made, shared = attention_device(largest), attention_cluster.SHARED_BYTES
+    for _ in range(3):
+        kernel, *shape = attention_cluster._loaded(16, heads, True, 0)
+    assert tuple(shape) == found and kernel is made[-1] and len(made) == (1 if found[0] == 16 else 2)
+    assert (kernel.defines["CLUSTER"], kernel.defines["BLOCK_HEADS"], kernel.defines["FP8"]) == (*found, 1)
+    assert kernel.calls == [*(["large"] if found[0] == 16 else []), shared, ("room", shared)]
+
+
+def test_sparse_mla_without_room_at_all_is_refused_with_the_fix(attention_device):
+    attention_device(3)
+    with pytest.raises(ConfigError, match=r"cuda:1 cannot run sparse MLA: .* cluster of 8 CTAs of 384 threads and \d+ bytes of "
+                                          r"shared memory; use a whole GPU or a larger MIG slice"):
+        attention_cluster._loaded(16, 16, False, 1)
+    assert attention_cluster._loaded(3, 64, False, 1)[1:] == (3, 64)
 
 
 @pytest.mark.parametrize(("heads", "dim", "keys", "needed"), [

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from hisparse.errors import ConfigError
 from hisparse.ops.cuda.module import Instance, Kernel, compile_ahead, load
 
 ARCHITECTURE = "sm_90a"
@@ -62,9 +63,13 @@ def plan_cluster(num: int, heads: int, k: int, processors: int) -> tuple[int, in
 
 def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: int, host_rows: Tensor | None,
            host_ids: Tensor | None, out: Tensor, cluster: int, block_heads: int = HEADS) -> None:
-    """Launches. Arguments as `attention.sparse_mla` has checked them, and as `suits` says."""
+    """Launches. Arguments as `attention.sparse_mla` has checked them, and as `suits` says.
+
+    Raises:
+        ConfigError: the device has no room for a cluster of 8 CTAs.
+    """
     num, heads, _ = q.shape
-    run = _loaded(cluster, block_heads, rows.dtype == torch.uint8, torch.cuda.current_device())
+    run, cluster, block_heads = _loaded(cluster, block_heads, rows.dtype == torch.uint8, torch.cuda.current_device())
     run((num * math.ceil(heads / block_heads) * cluster,), THREADS, (
         q, rows, host_rows, row_ids, host_ids, out, scaling * math.log2(math.e), row_delta, row_ids.shape[1], heads,
         *_stride_bytes(q), row_ids.stride(0), 0 if host_ids is None else host_ids.stride(0), *_stride_bytes(out),
@@ -73,13 +78,20 @@ def attend(q: Tensor, rows: Tensor, row_ids: Tensor, scaling: float, row_delta: 
 
 
 @functools.cache
-def _loaded(cluster: int, block_heads: int, is_fp8: bool, device: int) -> Kernel:
+def _loaded(cluster: int, block_heads: int, is_fp8: bool, device: int) -> tuple[Kernel, int, int]:
+    """The kernel, and what it is for: clusters of 8 CTAs where the device has no room for larger ones."""
     compile_ahead(instance(*shape, is_fp8) for shape in SHAPES)  # batches of other sizes follow
     loaded = load(instance(cluster, block_heads, is_fp8))
     if cluster > _PORTABLE_CLUSTER:
         loaded.allow_large_clusters()
     loaded.allow_shared_bytes(SHARED_BYTES)
-    return loaded
+    if loaded.has_room(cluster, THREADS, SHARED_BYTES):
+        return loaded, cluster, block_heads
+    if cluster > _PORTABLE_CLUSTER:
+        return _loaded(_PORTABLE_CLUSTER, HEADS, is_fp8, device)
+    raise ConfigError(
+        f"cuda:{device} cannot run sparse MLA: it has no room for a cluster of {cluster} CTAs of {THREADS} threads and "
+        f"{SHARED_BYTES} bytes of shared memory; use a whole GPU or a larger MIG slice")
 
 
 INSTANCES = tuple(instance(*shape, is_fp8) for shape in ((1, HEADS), (6, HEADS), (16, 16)) for is_fp8 in (False, True))
