@@ -68,7 +68,7 @@ def resolver(quick: Quick = False, only: Only = None,
 def copy(quick: Quick = False, only: Only = None, check: Check = False, path: Out = None, as_json: AsJson = False) -> None:
     """Write rows, mirror, spill, restore and scatter pages. Needs a GPU.
 
-    Beside the copy engine and an append without mirror. --only: append, pages.
+    Beside the copy engine and an append alone. --only: append, pages.
 
     \b
     Examples:
