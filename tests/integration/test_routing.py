@@ -14,7 +14,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from hisparse.cli import free_port
-from hisparse.serve.calls import GenerateCall
+from hisparse.serve.app import retry_routing
+from hisparse.serve.calls import GenerateCall, PrefillCall
 
 pytestmark = pytest.mark.usefixtures("cluster")
 SLACK = 2
@@ -83,6 +84,24 @@ def test_a_repeated_request_goes_elsewhere(handle: DeploymentHandle[Any], text: 
         first = GenerateCall(request_id=f"{text[:5]}{i}", text=text, timeout_s=0.0)
         attempts = [first, *(replace(first, request_id=f"{first.request_id}-r{n}", retry_of=first.request_id) for n in (2, 3))]
         places = [ask(handle, call) for call in attempts]
+        assert places[0] != places[1] != places[2], places
+
+
+@serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=1.0,
+                  request_router_config=retry_routing())
+class Prefill:
+    """Answers its name."""
+
+    async def prefill(self, call: PrefillCall) -> str:
+        return serve.get_replica_context().replica_id.unique_id
+
+
+def test_a_repeated_call_goes_to_another_prefill_replica(handle: DeploymentHandle[Any]) -> None:
+    prefill = serve.run(Prefill.bind(), name="prefill", route_prefix="/prefill")
+    for i in range(8):
+        first = PrefillCall(request_id=f"d{i}-p1", prompt_token_ids=(1, 2, 3))
+        attempts = [first, *(replace(first, request_id=f"d{i}-p{n}", retry_of=first.request_id) for n in (2, 3))]
+        places = [prefill.prefill.remote(call).result(timeout_s=60) for call in attempts]
         assert places[0] != places[1] != places[2], places
 
 
