@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
+import pytest
 import torch
 
 
 @contextlib.contextmanager
 def full_gpu() -> Iterator[None]:
-    """No allocation of torch on the device succeeds, of whatever size."""
+    """No allocation of torch on the device succeeds, of whatever size; other processes have what they had."""
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        pytest.skip("without its cache torch does not limit what it takes: it would fill the GPU for others, too")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
