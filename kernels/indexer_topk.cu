@@ -15,6 +15,7 @@
 //
 // Defines: CLUSTER, THREADS, LONG_SEATS, LONG_LENGTHS (1: int64).
 
+#include "cluster.cuh"
 #include "indexer.cuh"
 
 constexpr int WARPS = THREADS / 32, HELD = 16, UNROLL = 4;
@@ -35,28 +36,18 @@ __device__ __forceinline__ u32 ordered(float score) {
     return u == 0x7fffffffu ? 0x80000000u : u;
 }
 
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_barrier() {
-    if (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        cluster_wait();
-    }
-}
-
-__device__ __forceinline__ u32 remote(const u32* p, u32 rank) {
+// Behind a barrier, so a plain load: read_from orders more than these need.
+__device__ __forceinline__ u32 value_in(const u32* p, u32 rank) {
     if (CLUSTER == 1) return *p;
-    u32 address, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    u32 value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote(p, rank)) : "memory");
     return value;
 }
 
 __device__ __forceinline__ u32 sum_of_cluster(const u32* p) {
     u32 sum = 0;
 #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) sum += remote(p, r);
+    for (int r = 0; r < CLUSTER; r++) sum += value_in(p, r);
     return sum;
 }
 
@@ -102,7 +93,7 @@ __device__ __forceinline__ void find(Shared& s, int pass, u32 need) {
         const u32 sum = __reduce_add_sync(~0u, s.bins[pass][c * 32 + lane]);
         if (lane == 0) s.coarse[pass][c] = sum;
     }
-    cluster_barrier();
+    cluster_sync();
     if (warp == 0) {
         u32 count[EACH], sum = 0;  // from the greatest down
 #pragma unroll
@@ -201,18 +192,18 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
         const u32 total = __reduce_add_sync(~0u, sum);
         if (lane == 0) s.above = total, s.equal = whole ? 0 : s.bins[2][s.bin[2]];
     }
-    cluster_barrier();
+    cluster_sync();
     // Selected are all above `least`, and the first `wanted` equal to it.
     const u32 least = whole ? (prefix << 10) - 1 : prefix << 10 | s.bin[2], wanted = whole ? 0 : s.rest[2];
 
     u32 above_before = 0, equal_before = 0;  // in the shares of lower ranks
     if (CLUSTER > 1) {
-        if (lane < rank) above_before = remote(&s.above, lane), equal_before = remote(&s.equal, lane);
+        if (lane < rank) above_before = value_in(&s.above, lane), equal_before = value_in(&s.equal, lane);
         above_before = __reduce_add_sync(~0u, above_before);
         equal_before = __reduce_add_sync(~0u, equal_before);
         // Nothing of another CTA is read any more. A release, so that these reads come before it; it waits for no store,
         // as positions are written behind it.
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        cluster_arrive();
     }
     for (int base = low, parity = 0; base < high; base += WARPS * each * 32, parity ^= 1) {
         const int first = base + warp * each * 32;  // lane j of a warp owns the warp's j-th word
@@ -249,5 +240,5 @@ indexer_topk(const float* __restrict__ scores, i64 stride, const seat_t* seats, 
         above_before += all & 0xffff;
         equal_before += all >> 16;
     }
-    if (CLUSTER > 1) cluster_wait();
+    cluster_wait();
 }
