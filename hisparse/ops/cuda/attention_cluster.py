@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from hisparse.errors import ConfigError
 from hisparse.ops.cuda.module import Instance, Kernel, compile_ahead, load
+from hisparse.ops.cuda.room import PORTABLE_CLUSTER, find_room
 
 ARCHITECTURE = "sm_90a"
 HEADS, TILE, THREADS = 64, 64, 384
@@ -23,7 +23,6 @@ SHAPES = (*((cluster, HEADS) for cluster in RESIDENT), (16, 32), (16, 16))
 """Clusters, and the heads of a block that each is compiled for: few query rows leave multiprocessors idle, which can take a
 part of the combination each."""
 _H200_PROCESSORS = 132
-_PORTABLE_CLUSTER = 8
 _TILE_US, _FIXED_US, _COMBINE_US, _RANK_US = 1.7, 5.0, 1.5, 0.1
 """Of a tile; of a CTA's start and end; of the combination of a cluster, and of each of its CTAs."""
 
@@ -82,16 +81,9 @@ def _loaded(cluster: int, block_heads: int, is_fp8: bool, device: int) -> tuple[
     """The kernel, and what it is for: clusters of 8 CTAs where the device has no room for larger ones."""
     compile_ahead(instance(*shape, is_fp8) for shape in SHAPES)  # batches of other sizes follow
     loaded = load(instance(cluster, block_heads, is_fp8))
-    if cluster > _PORTABLE_CLUSTER:
-        loaded.allow_large_clusters()
-    loaded.allow_shared_bytes(SHARED_BYTES)
-    if loaded.has_room(cluster, THREADS, SHARED_BYTES):
+    if find_room(loaded, f"cuda:{device} cannot run sparse MLA", cluster=cluster, threads=THREADS, shared_bytes=SHARED_BYTES):
         return loaded, cluster, block_heads
-    if cluster > _PORTABLE_CLUSTER:
-        return _loaded(_PORTABLE_CLUSTER, HEADS, is_fp8, device)
-    raise ConfigError(
-        f"cuda:{device} cannot run sparse MLA: it has no room for a cluster of {cluster} CTAs of {THREADS} threads and "
-        f"{SHARED_BYTES} bytes of shared memory; use a whole GPU or a larger MIG slice")
+    return _loaded(PORTABLE_CLUSTER, HEADS, is_fp8, device)
 
 
 INSTANCES = tuple(instance(*shape, is_fp8) for shape in ((1, HEADS), (6, HEADS), (16, 16)) for is_fp8 in (False, True))

@@ -129,11 +129,11 @@ class Kernel:
             raise driver.DriverError(f"{what}, on cuda:{self._device}", str(final)) from final
 
     def allow_large_clusters(self) -> None:
-        """Lets the function run with clusters of 16 CTAs, which not every device has room for: see `has_room`."""
+        """Lets the function run with clusters of 16 CTAs, which not every device has room for: see `room`."""
         self._set_attribute(14, 1)  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
     def has_room(self, cluster: int, threads: int, shared_bytes: int) -> bool:
-        """Whether the device can run one cluster of `cluster` CTAs; CUDA promises it up to 8. Ask after the `allow_` calls."""
+        """Whether the device can run one cluster of `cluster` CTAs. Ask after the `allow_` calls."""
         return driver.max_active_clusters(self._function, cluster, threads, shared_bytes) > 0
 
     def allow_shared_bytes(self, num_bytes: int) -> None:

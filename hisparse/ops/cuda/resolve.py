@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hisparse.errors import ConfigError, InvariantError
+from hisparse.errors import InvariantError
 from hisparse.ops.cuda.module import Instance, Kernel, kernel
+from hisparse.ops.cuda.room import PORTABLE_CLUSTER, find_room
 from hisparse.ops.values import DeviceMissPlan, HotState, Resolution
 
 INT32_ROWS = 1 << 31
@@ -18,7 +19,6 @@ MAX_ENTRIES = 32766
 """Entries of one request's rows: a claim's code has 16 bits."""
 _CLUSTERS = ((2, 16), (16, 8), (64, 4), (128, 2))
 """(requests, CTAs of each), measured on an H200: few requests need many CTAs to keep the host link busy."""
-_PORTABLE_CLUSTER = 8
 _UNROLL = {8: 2}
 """Loads of a thread in flight by cluster size, else 4; measured, too. With 8, most copies are up to 10 % slower."""
 
@@ -83,8 +83,8 @@ class Geometry:
     def portable(self, slots: int) -> Geometry:
         """This one in clusters of 8 CTAs, the most that CUDA promises room for."""
         entries = slots + self.query_rows * self.top_k
-        return replace(self, cluster=_PORTABLE_CLUSTER, unroll=_UNROLL.get(_PORTABLE_CLUSTER, 4),
-                       hash_capacity=_hash_capacity(entries, _PORTABLE_CLUSTER) if self.hash_capacity else 0)
+        return replace(self, cluster=PORTABLE_CLUSTER, unroll=_UNROLL.get(PORTABLE_CLUSTER, 4),
+                       hash_capacity=_hash_capacity(entries, PORTABLE_CLUSTER) if self.hash_capacity else 0)
 
     def shared_bytes(self, slots: int, hot_blocks: int) -> int:
         """Dynamic shared memory of a CTA; the order is that of the kernel."""
@@ -228,16 +228,9 @@ def _loaded(geometry: Geometry, row_bytes: int, block_size: int, slots: int, hot
     while True:
         instance, shared = geometry.instance(row_bytes, block_size), geometry.shared_bytes(slots, hot_blocks)
         loaded = kernel(instance.source, instance.function, **instance.defines)
-        if geometry.cluster > _PORTABLE_CLUSTER:
-            loaded.allow_large_clusters()
-        loaded.allow_shared_bytes(shared)
-        if loaded.has_room(geometry.cluster, geometry.threads, shared):
+        if find_room(loaded, f"cuda:{device} cannot run the resolver", cluster=geometry.cluster, threads=geometry.threads,
+                     shared_bytes=shared, fix=", or offload nothing there (cache.enabled: false)"):
             return loaded, geometry, shared
-        if geometry.cluster <= _PORTABLE_CLUSTER:
-            raise ConfigError(
-                f"cuda:{device} cannot run the resolver: it has no room for a cluster of {geometry.cluster} CTAs of "
-                f"{geometry.threads} threads and {shared} bytes of shared memory; use a whole GPU or a larger MIG slice, or "
-                "offload nothing there (cache.enabled: false)")
         geometry = geometry.portable(slots)
 
 
