@@ -80,8 +80,8 @@ def append_rows(
     if not rows.is_contiguous() or rows.data_ptr() % 16:
         raise InvariantError(f"rows must be contiguous and 16-byte aligned, got {rows.dtype} {list(rows.shape)} with strides "
                              f"{rows.stride()}")
-    launch = _append_kernel(latent, rope, latent_dim, rope_dim, rows.dtype, 4 if num >= _MANY_ROWS else 1)
     warps = 4 if num >= _MANY_ROWS else 1
+    launch = _append_kernel(latent, rope, latent_dim, rope_dim, rows.dtype, warps)
     launch(
         (-(-num // warps),),
         32 * warps,
